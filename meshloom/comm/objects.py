@@ -87,16 +87,23 @@ def agree(
 
     facts: name -> value. way_out: a sentence that ends the message.
     """
-    everyone = collect(group, dict(facts))
+    if found := first_unlike(collect(group, dict(facts)), json.dumps):
+        raise error(f"Ranks disagree: {found} on rank 0. {way_out}".rstrip())
+
+
+def first_unlike(everyone: Sequence[Mapping[str, Any]], text: Callable[[Any], str]) -> str | None:
+    """The first value of any rank that differs from rank 0's, as `text` shows it: "seed is 1 on rank 2 and 0"; None: there is none.
+
+    everyone: by rank, name -> value.
+    """
     for rank, theirs in enumerate(everyone):
         for name in [*everyone[0], *(name for name in theirs if name not in everyone[0])]:
             here, there = (
-                json.dumps(known[name]) if name in known else "missing" for known in (theirs, everyone[0])
+                text(known[name]) if name in known else "missing" for known in (theirs, everyone[0])
             )
             if here != there:
-                raise error(
-                    f"Ranks disagree: {name} is {here} on rank {rank} and {there} on rank 0. {way_out}".rstrip()
-                )
+                return f"{name} is {here} on rank {rank} and {there}"
+    return None
 
 
 def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Any:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.objects import agree, collect
 from meshloom.core.errors import TrainingError
@@ -21,7 +20,7 @@ from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.ranks import LoopRanks
-from meshloom.loops.taken_shares import bound
+from meshloom.loops.taken_shares import bound, tensors_in
 from meshloom.parameters.digest import digest
 
 FIRST_STEPS, EVERY_STEPS, FIRST_CALLS = 3, 50, 3
@@ -36,7 +35,6 @@ class Agreement:
         self._concerns: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[tuple[str, weakref.ref[Execution]]]
         ] = weakref.WeakKeyDictionary()
-        self._said = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def watch(self, module: nn.Module, execution: Execution) -> None:
@@ -48,11 +46,7 @@ class Agreement:
         self._calls += 1
         if self._calls > FIRST_CALLS:
             return
-        given = [
-            int(digest(each))
-            for each in tree_leaves(inputs)
-            if isinstance(each, Tensor) and each.layout == torch.strided
-        ]
+        given = [int(digest(each)) for each in tensors_in(inputs) if each.layout == torch.strided]
         everyone = collect(self._ranks.everyone, given)
         mesh = self._ranks.plan.mesh
         first = {mesh.place(rank).dp: each for rank, each in reversed([*enumerate(everyone)])}
@@ -62,18 +56,11 @@ class Agreement:
                     f"Ranks of one replica call {name} with different inputs: rank {rank} has others than the first of its replica. What the script draws or "
                     "reads may not depend on the process (seed random and numpy as torch; ml.loader and ml.share give ranks of a replica the same)."
                 )
-        if (
-            given
-            and mesh.dp > 1
-            and self._calls == FIRST_CALLS
-            and not self._said
-            and len({str(each) for each in first.values()}) == 1
-        ):
-            self._said = True
-            if self._ranks.world.main:
-                say(
-                    f"all {mesh.dp} replicas call {name} with the same inputs, and compute the same {mesh.dp} times: ml.loader and ml.share give each its share"
-                )
+        alike = len({str(each) for each in first.values()}) == 1
+        if given and mesh.dp > 1 and alike and self._calls == FIRST_CALLS:
+            say(
+                f"all {mesh.dp} replicas call {name} with the same inputs, and compute the same {mesh.dp} times: ml.loader and ml.share give each its share"
+            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not (executions := self._concerned(optimizer)):
@@ -101,7 +88,7 @@ class Agreement:
         for _, each in executions:
             each.check_complete()
             for note in each.take_notes():
-                say(note) if self._ranks.world.main else None
+                say(note)
         step = self._steps
         self._steps += 1
         if step >= FIRST_STEPS and step % EVERY_STEPS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,7 @@ from meshloom.core.modules.compiled import without_compilation
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.copied_module import copied
-from meshloom.loops.execution import Execution
-from meshloom.loops.gradient_mean import GradientMean, tensors_in
+from meshloom.loops.gradient_mean import AveragedExecution
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
 from meshloom.loops.pipelined_call import PipelinedCall, PipelinedResults, check_rows, microbatches_of
@@ -52,7 +51,7 @@ from meshloom.tensor_parallel.division import Division
 MOST_CHANGES = 16  # of plain values that the forward reads, each of which is captured anew
 
 
-class DividedModule(Execution):
+class DividedModule(AveragedExecution):
     """`module` on the ranks along tp and pp. leaves: modules that run as written. rules: of its buffers (docs/contract.md). batch: inputs by name -> the
     dim that microbatches cut; None: each has the whole. Others are cut along dim 0."""
 
@@ -60,6 +59,7 @@ class DividedModule(Execution):
         self, module: nn.Module, ranks: LoopRanks, leaves: Sequence[str | type[nn.Module]] = (), rules: Mapping[str, BufferRule] | None = None,
         batch: Mapping[str, int | None] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(ranks)
         self._module, self._ranks, self._rules = module, ranks, rules or {}
         self._modules, self._parameters = list(module.modules()), dict(module.named_parameters())
         self._buffers = LiveBuffers(module)
@@ -82,9 +82,7 @@ class DividedModule(Execution):
         self._statistics: dict[CapturedForward, RunningStatistics] = {}
         self._bound: dict[int, tuple[Program, Program]] = FifoCache(MOST_KEPT)  # with their leaves' modules
         self._draws = CallDraws(ranks.replica)
-        self._mean: GradientMean | None = None  # over replicas
-        self._trained: tuple[bool, ...] = ()  # of which that is
-        self._before = 0  # backwards of means before
+        self._trained: tuple[bool, ...] = ()  # of which gradients are averaged over replicas
         self._notes: list[str] = []
         self._is_whole = False  # within `whole`
         self._means = False  # whether that they are such is said
@@ -96,23 +94,18 @@ class DividedModule(Execution):
         positional, batch = named_inputs(self._module.forward, args, kwargs)
         share = bind((args, kwargs))
         forward = self._forward(positional, batch)
-        if forward in self._guards and self._changes < MOST_CHANGES:
+        if forward in self._guards:
             try:
                 check_step(self._guards[forward])
             except TrainingError:
+                if self._changes == MOST_CHANGES:
+                    raise
                 self._changes += 1
                 forward = self._forward(positional, batch)
         found = self._pipelined(forward, batch) if self._pp.size > 1 else self._run(forward, batch)
-        if self._mean and forward.graded is not None:
-            self._mean.follow(tensors_in(found), share)
+        if forward.graded is not None:
+            self.mean.follow(found, share)
         return found
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        return self._mean.accumulating() if self._mean else nullcontext()
-
-    def check_complete(self) -> None:
-        if self._mean:
-            self._mean.check_complete()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -128,10 +121,6 @@ class DividedModule(Execution):
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         return () if self._pp.size > 1 else ((name, self._parameters[name]) for name in self._replicated)
-
-    @property
-    def backwards(self) -> int:
-        return self._before + (self._mean.backwards if self._mean else 0)
 
     def take_notes(self) -> list[str]:
         found, self._notes = self._notes, []
@@ -172,7 +161,6 @@ class DividedModule(Execution):
             self._guards[forward] = Guards(forward, self._module, self._programs.opaque).values
             self._statistics.setdefault(forward, self._statistics_of(self._stage_of(ready).program))
             self._follow(forward.trained)
-        check_step(self._guards[forward])
         return self._programs.ready(batch, loss=forward, training=training)
 
     def _stage_of(self, ready: ReadyBatch) -> Stage:
@@ -215,16 +203,12 @@ class DividedModule(Execution):
         """Parameters may have been frozen and unfrozen since the last call."""
         if self._ranks.plan.dp == 1 or trained == self._trained:
             return
-        if self._mean:
-            self._before += self._mean.backwards
-            self._mean.close()
         named = {
             name: each
             for name, each in self._parameters.items()
             if each.requires_grad and self._share.holds(name)
         }
-        replicated = tuple(name for name in self._replicated if name in named)
-        self._mean = GradientMean(named, self._ranks, replicated=replicated) if named else None
+        self.mean.open(named, replicated=[name for name in self._replicated if name in named])
         self._trained = trained
 
     def _run(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:

@@ -10,25 +10,25 @@ in the loss, like a penalty on parameters, is the same on all replicas and stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import TrainingError
 from meshloom.core.step_shape import StepShape
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Exchange, Ready
 from meshloom.exchange.registry import Setup
+from meshloom.loops.execution import Execution
 from meshloom.loops.part_tensor import AsPlain
 from meshloom.loops.ranks import LoopRanks
-from meshloom.loops.taken_shares import TakenShare, newest
+from meshloom.loops.taken_shares import TakenShare, newest, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,41 +48,48 @@ _ONE_BACKWARD = StepShape(chunks=1)
 
 
 class GradientMean:
-    """Of `named`, the trainable parameters that this rank holds, along dp. replicated: names of those that other ranks of the replica
-    hold, too.
+    """Along dp. backwards: that were exchanged. Parts of parameters are plain tensors here."""
 
-    Parts of parameters are plain tensors here.
-    """
-
-    @as_plain
-    def __init__(
-        self, named: Mapping[str, nn.Parameter], ranks: LoopRanks, *, replicated: tuple[str, ...] = ()
-    ) -> None:
-        self._named, self._size = named, ranks.plan.dp
-        plan = replace(ranks.plan, zero=0, microbatches=1, pp=1, tp=1)
-        windows = windows_of(ranks.replicas) if ranks.device.type == "cpu" else None
-        self._exchange: Exchange = Setup(
-            plan=plan, named=list(named.items()), group=ranks.replicas, replicated=replicated, windows=windows
-        ).open()
-        self.backwards = 0  # that were exchanged
+    def __init__(self, ranks: LoopRanks) -> None:
+        self._ranks, self.backwards = ranks, 0
+        self._named: Mapping[str, nn.Parameter] = {}
+        self._exchange: Exchange
+        self._hooks: list[RemovableHandle] = []
         self._runs = False  # a backward
         self._weight: float | None = None  # of the calls that it goes through; None: of none yet
         self._aside: dict[str, Tensor] = {}
         self._given: dict[str, Tensor] = {}  # gradients of this backward, whose memory is the parameters' own
         self._accumulates, self._is_local = False, False
-        self._hooks: list[RemovableHandle] = []
-        for name, parameter in named.items():
-            ready = self._exchange.hook(parameter)
-            self._hooks.append(parameter.register_hook(self._reached))
-            complete = partial(self._complete, name, ready)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(complete))
 
-    def follow(self, results: list[Tensor], share: TakenShare | None) -> None:
+    @as_plain
+    def open(self, named: Mapping[str, nn.Parameter], *, replicated: Sequence[str] = ()) -> None:
+        """From now on of `named`, the trainable parameters that this rank holds. replicated: names of those that other ranks of the replica
+        hold, too."""
+        for each in self._hooks:
+            each.remove()
+        self._named, self._hooks = named, []
+        if not named:
+            return
+        plan = replace(self._ranks.plan, zero=0, microbatches=1, pp=1, tp=1)
+        group, is_cpu = self._ranks.replicas, self._ranks.device.type == "cpu"
+        self._exchange = Setup(
+            plan=plan, named=list(named.items()), group=group, replicated=replicated, windows=windows_of(group) if is_cpu else None
+        ).open()  # fmt: skip
+        for name, parameter in named.items():
+            complete = partial(self._complete, name, self._exchange.hook(parameter))
+            self._hooks += [
+                parameter.register_hook(self._reached),
+                parameter.register_post_accumulate_grad_hook(complete),
+            ]
+
+    def follow(self, results: Any, share: TakenShare | None) -> None:
         """A backward that comes to these results of a call goes through it: its gradients count as `share` does."""
+        if not self._named:
+            return
         if self._runs:  # the backward before has failed
-            self._put_back()
+            self._leave()
         weight = share.weight if share else 1.0
-        for each in results:
+        for each in tensors_in(results):
             if each.requires_grad and not each.is_leaf:
                 each.register_hook(partial(self._through, weight))
 
@@ -104,11 +111,6 @@ class GradientMean:
                 "ml.accumulate(model). Leave the last one before the step outside."
             )
 
-    @as_plain
-    def close(self) -> None:
-        for each in self._hooks:
-            each.remove()
-
     def _through(self, weight: float, gradient: Tensor) -> None:
         self._begin()
         if self._weight not in (None, weight):
@@ -129,6 +131,7 @@ class GradientMean:
             self._weight = share.weight if share else 1.0
         return None if self._weight == 1.0 else gradient * self._weight
 
+    @as_plain
     def _begin(self) -> None:
         """With the first that a backward reaches."""
         if self._runs:
@@ -144,22 +147,20 @@ class GradientMean:
                 each.grad = None
 
     @as_plain
-    def _complete(
-        self, name: str, ready: Callable[[nn.Parameter], None] | None, parameter: nn.Parameter
-    ) -> None:
+    def _complete(self, name: str, ready: Ready | None, parameter: nn.Parameter) -> None:
         if self._accumulates:
             self._is_local = True
             return
         if not self._given:
-            self._open()
+            self._begin_exchange()
         if parameter.grad is not None:
             self._given[name] = parameter.grad
             if ready:
                 with torch.no_grad():
                     ready(parameter)
 
-    def _open(self) -> None:
-        """The exchange of this backward, with what backwards before it have left to it."""
+    def _begin_exchange(self) -> None:
+        """Of this backward, with what backwards before it have left to it."""
         before = {name: each.grad for name, each in self._named.items() if each.grad is not None}
         self._exchange.begin(_ONE_BACKWARD)
         for name, gradient in before.items():
@@ -170,15 +171,19 @@ class GradientMean:
     @torch.no_grad()
     def _end(self) -> None:
         """After the backward."""
-        if not self._given:  # gradients of something else, or of this replica alone
-            self._put_back(keeps_local=self._is_local)
-            return
+        if self._given:
+            self._average()
+            self.backwards += 1
+            self._is_local, self._aside = False, {}
+        self._leave()
+
+    def _average(self) -> None:
         for name, parameter in self._named.items():  # of the backwards before alone
             if parameter.grad is not None:
                 self._given[name] = parameter.grad
         self._exchange.end_chunk()
-        sums = self._exchange.finish(float(self._size))
-        for (name, parameter), mean in zip(self._named.items(), self._in_order(sums), strict=True):
+        means = self._exchange.finish(float(self._ranks.plan.dp))
+        for (name, parameter), mean in zip(self._named.items(), means, strict=True):
             own, aside = self._given.get(name), self._aside.get(name)
             if mean is None:
                 parameter.grad = aside
@@ -190,27 +195,29 @@ class GradientMean:
                 parameter.grad = own.copy_(found)
             else:
                 parameter.grad = found.clone()
-        self.backwards += 1
-        self._is_local = False
-        self._reset()
 
-    def _in_order(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        by_name = {each.name: found for each, found in zip(self._exchange.ownership.owned, sums, strict=True)}
-        return [by_name[name] for name in self._named]
-
-    def _put_back(self, *, keeps_local: bool = False) -> None:
-        if not keeps_local:
+    @as_plain
+    def _leave(self) -> None:
+        """The backward; what gradients of this replica alone wait with stays aside."""
+        if not self._is_local:
             for name, gradient in self._aside.items():
                 self._named[name].grad = gradient
             self._aside = {}
-        self._reset(aside=not keeps_local)
-
-    def _reset(self, *, aside: bool = True) -> None:
         self._runs, self._weight, self._given = False, None, {}
-        if aside:
-            self._aside = {}
 
 
-def tensors_in(results: Any) -> list[Tensor]:
-    """The tensors of a module's results."""
-    return [each for each in tree_leaves(results) if isinstance(each, Tensor)]
+class AveragedExecution(Execution):
+    """One whose gradients a `GradientMean` averages over replicas."""
+
+    def __init__(self, ranks: LoopRanks) -> None:
+        self.mean = GradientMean(ranks)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.mean.accumulating()
+
+    def check_complete(self) -> None:
+        self.mean.check_complete()
+
+    @property
+    def backwards(self) -> int:
+        return self.mean.backwards

@@ -16,7 +16,7 @@ from meshloom.comm.objects import collect
 from meshloom.core.errors import CODE_ERRORS, DataError
 from meshloom.core.random import preserved_draws
 from meshloom.data.samples import SomeSamples
-from meshloom.launch.environment import is_first_rank, launched_plan
+from meshloom.launch.environment import launched_plan
 from meshloom.launch.names import rank_name
 from meshloom.loops.data_place import DataPlace
 from meshloom.loops.loader_parts import (
@@ -27,7 +27,7 @@ from meshloom.loops.loader_parts import (
     SharedSamples,
     SharedStream,
 )
-from meshloom.loops.loop_lines import say
+from meshloom.loops.loop_lines import say, say_once
 from meshloom.loops.ranks import LoopRanks, ranks
 from meshloom.loops.share import Sharer, too_small
 from meshloom.loops.taken_shares import TakenShare, took
@@ -58,7 +58,7 @@ def loader(dataloader: Any, *, collate: Collating = "share") -> Any:
         notes.append(
             f"{name} collates this replica's share of each batch; with ml.loader(..., collate='whole') the whole batch"
         )
-    for note in notes if here.world.main else ():
+    for note in notes:
         say(note)
     return shared
 
@@ -170,16 +170,10 @@ def _hand(place: DataPlace, taken: TakenShare, batch: Any) -> None:
     place.hand()
     took(taken, batch)
     if len(taken.sizes) > 1 and not torch.is_grad_enabled():
-        _say_once(
+        say_once(
             "a loader that is shared is read without gradients: counts over its batches are this replica's, which ml.sum adds up; a loader that is left alone gives "
             "every rank whole batches"
         )
-
-
-@cache
-def _say_once(text: str) -> None:
-    if is_first_rank():
-        say(text)
 
 
 def _source(handing: Any) -> tuple[deque[TakenShare], DataPlace]:

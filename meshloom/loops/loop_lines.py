@@ -1,8 +1,17 @@
 """Lines that tell the author of a script what its ranks do."""
 
+from __future__ import annotations
+
 import sys
+from functools import cache
+
+from meshloom.launch.environment import is_first_rank
 
 
 def say(text: str) -> None:
-    """One line, on stderr."""
-    print(f"meshloom: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    """One line, on stderr, of the main process alone."""
+    if is_first_rank():
+        print(f"meshloom: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+say_once = cache(say)

@@ -21,6 +21,7 @@ from meshloom.core.moments import gather as of_jobs
 from meshloom.core.moments.current_step import is_in_a_step
 from meshloom.loops.ranks import LoopRanks, has_ranks, ranks
 from meshloom.loops.taken_shares import TakenShare, bound
+from meshloom.replica.exchanges.gathered_rows import joined_rows, summed_rows
 
 
 def mean(x: Any, count: Any = None) -> Any:
@@ -132,28 +133,18 @@ class _GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: LoopRanks) -> Tensor:
-        ctx.found, ctx.share = found, _share(found)
-        rows = x if _counts(found) else x[:0]
-        group = found.own.statistics
-        sizes = _all_gathered(group, torch.tensor([[len(rows)]], device=x.device)).flatten().tolist()
-        ctx.sizes, ctx.rows = sizes, len(x)
-        longest = max(sizes)
-        padded = x.new_zeros((longest, *x.shape[1:]))
-        padded[: len(rows)] = rows
-        parts = _all_gathered(group, padded.reshape(1, -1)).view(group.size, longest, *x.shape[1:])
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        ctx.found, ctx.share, ctx.rows = found, _share(found), len(x)
+        group, rows = found.own.statistics, x if _counts(found) else x[:0]
+        ctx.sizes = _all_gathered(group, torch.tensor([[len(rows)]], device=x.device)).flatten().tolist()
+        return joined_rows(rows.detach(), ctx.sizes, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        share, replica = ctx.share, ctx.found.replica
-        total, mine = builtins.sum(share.sizes), share.sizes[replica]
-        weighted = (gradient * (mine / total)).contiguous()
-        ctx.found.own.statistics.all_reduce(weighted).wait()
-        start = builtins.sum(ctx.sizes[:replica])
-        found = gradient.new_zeros((ctx.rows, *gradient.shape[1:]))
-        if mine:
-            found[: ctx.sizes[replica]] = weighted[start : start + ctx.sizes[replica]] * (total / mine)
-        return found, None
+        total, mine = builtins.sum(ctx.share.sizes), ctx.share.sizes[ctx.found.replica]
+        own = summed_rows(gradient * (mine / total), ctx.sizes, ctx.found.own.statistics)
+        if not mine:
+            return gradient.new_zeros((ctx.rows, *gradient.shape[1:])), None
+        return own * (total / mine), None
 
 
 def _all_gathered(group: RecordedGroup, row: Tensor) -> Tensor:

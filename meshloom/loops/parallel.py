@@ -50,7 +50,10 @@ def parallel(
     found = ranks(plan)
     if found.plan.mesh.size > 1:
         _check(module)
-        _make(module, found, leaves, buffers or {}, batch or {})
+        start_alike(module, found)
+        execution = _execution(module, found, leaves, buffers or {}, batch or {})
+        _take_calls(module, execution)
+        agreement_of(found).watch(module, execution)
     _MADE.append(weakref.ref(module))
     return module
 
@@ -60,16 +63,10 @@ def modules() -> list[nn.Module]:
     return [found for each in _MADE if (found := each()) is not None]
 
 
-def _make(
-    module: nn.Module,
-    found: LoopRanks,
-    leaves: Sequence[str],
-    rules: Mapping[str, BufferRule],
-    batch: Mapping[str, int | None],
-) -> None:
-    start_alike(module, found)
+def _take_calls(module: nn.Module, execution: Execution) -> None:
+    """The module's calls are the execution's from now on: its class becomes a subclass that libraries read as the author's."""
     original = type(module)
-    module.__dict__[_HELD] = _execution(module, found, leaves, rules, batch)
+    module.__dict__[_HELD] = execution
     body = {
         "__call__": _call,
         "__reduce_ex__": _reduce,
@@ -79,7 +76,6 @@ def _make(
     made = type(original.__name__, (original,), body)
     made.__qualname__ = original.__qualname__
     module.__class__ = made
-    agreement_of(found).watch(module, execution_of(module))
 
 
 def execution_of(module: nn.Module) -> Execution:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _foreach_supported_types as of_optimizers  # p
 from torch.utils._foreach_utils import _foreach_supported_types as of_norms  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves
 
-from meshloom.loops.loop_lines import say
+from meshloom.loops.loop_lines import say_once
 from meshloom.loops.part_numbers import EXTREMES, NORMS, SUMS, TRUTHS, foreach_norm, number_of, over_ranks
 from meshloom.loops.part_place import TensorPlace
 
@@ -180,9 +180,6 @@ def take_as_plain() -> None:
         kinds.extend([PartTensor, PartParameter])
 
 
-_say_once = cache(say)
-
-
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = func.__name__
     if name.strip("_") in ELEMENTWISE:
@@ -275,7 +272,7 @@ def _aligned(name: str, values: Sequence[Any], in_place: bool) -> list[Any]:
     if in_place and not isinstance(first, PartTensor) and first.shape == part.place.shape:
         if torch.is_grad_enabled() and part.requires_grad:
             raise part.place.refusal(f"{name} into a whole tensor with a gradient")
-        _say_once(
+        say_once(
             "a whole tensor is changed by parameters of which each rank has a part, such as an average that was made before the "
             "module was parallel: they are gathered each time. Made after it, it has parts, too."
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.group import Group, Work
-from meshloom.core.errors import CaptureError, TrainingError, first_line
+from meshloom.core.errors import CODE_ERRORS, CaptureError, TrainingError, first_line
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.captured_forward import CapturedForward
 from meshloom.pipeline.runtime.program_stage import ProgramStage
@@ -242,7 +242,7 @@ def check_rows(
         whole = tree_leaves(forward(model, batch))
         try:
             parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
-        except Exception as error:
+        except CODE_ERRORS as error:
             raise CaptureError(
                 f"A pipeline cuts the inputs of a call, and the forward fails for {rows[0]} of its {sum(rows)} rows ({first_line(error)}). {WAY_OUT}"
             ) from error
@@ -303,13 +303,7 @@ def _with_results(last: Stage) -> Stage:
     results = (
         Crossing(value=_result(at), source=last.number, destination=last.number + 1, meta=meta) for at, meta in enumerate(results_of(last.program))
     )  # fmt: skip
-    return Stage(
-        number=last.number,
-        program=last.program,
-        incoming=last.incoming,
-        outgoing=tuple(results),
-        returned=last.returned,
-    )
+    return replace(last, outgoing=tuple(results))
 
 
 def _result(at: int) -> str:

@@ -91,7 +91,7 @@ def _open(wanted: Plan | None) -> LoopRanks:
     if wanted is None:
         size = launched.size if launched else 1
         wanted = Plan(dp=size)
-        if size > 1 and launched and launched.rank == 0:
+        if size > 1:
             say(f"{size} ranks and no plan: dp={size}")
     check_of_loops(wanted)
     _check_started(wanted, launched.size if launched else 1)

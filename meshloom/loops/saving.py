@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import PickleError
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from meshloom.comm.objects import on_rank_0
-from meshloom.core.errors import CheckpointError
+from meshloom.core.errors import CODE_ERRORS, CheckpointError
 from meshloom.loops.parallel import as_written, whole
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import has_ranks, ranks
@@ -64,6 +65,7 @@ def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
         with as_written():
             torch.save(obj, beside, **options)
         beside.replace(path)
-    except Exception as error:  # the other ranks wait for this one's answer
-        beside.unlink(missing_ok=True)
+    except (*CODE_ERRORS, PickleError) as error:  # the other ranks wait for this one's answer
         raise CheckpointError(f"{path} cannot be written: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from meshloom.loops.part_tensor import (
     whole_tensor,
 )
 from meshloom.loops.taken_shares import TakenShare, bind, newest
-from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.loops.written_calls import WrittenCalls
 
 
 class ShardedModule(Execution):
@@ -55,11 +55,7 @@ class ShardedModule(Execution):
         take_as_plain()
         keep_states_in_parts()
         self._draws = CallDraws(group.rank)
-        found = RunningStatistics(module, group, rules=rules or {})
-        self._statistics = found if found.merges else None
-        self._with_buffers = [
-            each for each in module.modules() if any(True for _ in each.buffers(recurse=False))
-        ]
+        self._calls = WrittenCalls(module, group, rules or {}, self._draws)
         self.reductions = 0
         self._divide()
         others = (each for each in _modules(module, self._blocks) if each is not module and _slots(each))
@@ -75,16 +71,11 @@ class ShardedModule(Execution):
         self._weight = self._weight_of(share)
         self.again = None
         self._divide()
-        statistics = self._statistics if any(each.training for each in self._with_buffers) else None
         before, self._calling = self._calling, True
         try:
-            with self._draws.of_a_call(), statistics.chunk() if statistics else nullcontext():
-                results = compute(*args, **kwargs)
+            return self._calls.call(compute, args, kwargs)
         finally:
             self._calling = before
-        if statistics:
-            statistics.finish()
-        return results
 
     def _weight_of(self, share: TakenShare | None) -> float:
         return share._replace(replica=self.group.rank).weight if share else 1.0
@@ -130,7 +121,7 @@ class ShardedModule(Execution):
         return self.reductions
 
     def take_notes(self) -> list[str]:
-        return self._statistics.take_notes() if self._statistics else []
+        return self._calls.take_notes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Of a copy of the module, in the same group."""
@@ -138,7 +129,7 @@ class ShardedModule(Execution):
         copied._module = copy.deepcopy(self._module, memo)
         copied._blocks = [copy.deepcopy(each, memo) for each in self._blocks]
         copied._open, copied.kept, copied.again = [], {}, None
-        copied._with_buffers, copied._statistics = [], None  # an average's are its author's
+        copied._calls = self._calls.of_a_copy()
         return copied
 
     def _divide(self) -> None:

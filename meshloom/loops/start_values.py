@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshloom.comm.objects import collect
+from meshloom.comm.objects import collect, first_unlike
 from meshloom.core.errors import TrainingError
 from meshloom.loops.loop_lines import say
 from meshloom.loops.ranks import LoopRanks
@@ -13,11 +13,17 @@ from meshloom.parameters.digest import digest
 
 
 def start_alike(module: nn.Module, ranks: LoopRanks) -> None:
-    """Parameters and buffers of all ranks get rank 0's values, and a line says so where they had others."""
+    """Parameters and buffers of all ranks get rank 0's values, and a line says so where they had others. Raises `TrainingError` unless all ranks have made
+    the same module."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    mine = {name: [list(each.shape), str(each.dtype), _digest(each)] for name, each in tensors}
+    mine = {name: [list(each.shape), str(each.dtype), int(digest(each.detach()))] for name, each in tensors}
     everyone = collect(ranks.everyone, mine)
-    agree_on_shapes(everyone, type(module).__name__)
+    kind = type(module).__name__
+    shapes = [{f"{name} of {kind}": each[:2] for name, each in theirs.items()} for theirs in everyone]
+    if found := first_unlike(shapes, lambda each: f"{each[0]} {each[1]}"):
+        raise TrainingError(
+            f"Ranks have made different modules: {found} on rank 0. What the script makes may not depend on the process."
+        )
     unlike = [name for name, _ in tensors if any(each[name][2] != everyone[0][name][2] for each in everyone)]
     for name, each in tensors:
         if name in unlike:
@@ -25,27 +31,7 @@ def start_alike(module: nn.Module, ranks: LoopRanks) -> None:
             ranks.everyone.broadcast(sent, 0).wait()
             with torch.no_grad():
                 each.copy_(sent)
-    if unlike and ranks.world.main:
+    if unlike:
         say(
-            f"{len(unlike)} tensors of {type(module).__name__} differed between ranks, like {unlike[0]}; all start with rank 0's"
+            f"{len(unlike)} tensors of {kind} differed between ranks, like {unlike[0]}; all start with rank 0's"
         )
-
-
-def agree_on_shapes(everyone: list[dict[str, list[object]]], kind: str) -> None:
-    """Raises `TrainingError` unless all ranks have made the same module."""
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        for name in [*first, *(each for each in theirs if each not in first)]:
-            here, there = (
-                f"{known[name][0]} {known[name][1]}" if name in known else "missing"
-                for known in (theirs, first)
-            )
-            if here != there:
-                raise TrainingError(
-                    f"Ranks have made different modules: {name} of {kind} is {here} on rank {rank} and {there} on rank 0. "
-                    "What the script makes may not depend on the process."
-                )
-
-
-def _digest(tensor: Tensor) -> int:
-    return int(digest(tensor.detach()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,7 +61,7 @@ def took(share: TakenShare, batch: Any = None) -> None:
     """The script has this share from now on, of which are the tensors of `batch`."""
     if not _RECENT or _RECENT[-1] != share:
         _RECENT.append(share)
-    for each in _tensors(batch):
+    for each in tensors_in(batch):
         _OF_TENSOR[each] = share
 
 
@@ -72,7 +71,7 @@ def bind(inputs: Any) -> TakenShare | None:
     taken none."""
     found = _RECENT[-1] if _RECENT else None
     if len(_RECENT) > 1:
-        given = [*_tensors(inputs)]
+        given = tensors_in(inputs)
         of_rows = (share for share in reversed(_RECENT) if any(share.rows in each.shape for each in given))
         of_tensors = (_OF_TENSOR.get(one) for each in given for one in (each, each._base) if one is not None)
         found = next(filter(None, of_tensors), None) or next(of_rows, found)
@@ -95,5 +94,6 @@ def bound() -> TakenShare | None:
     return _BOUND[0] if _BOUND else _RECENT[-1] if _RECENT else None
 
 
-def _tensors(inputs: Any) -> Iterable[Tensor]:
-    return (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.ndim)
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a structure."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
