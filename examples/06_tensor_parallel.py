@@ -214,7 +214,7 @@ def transformer() -> None:
             + "".join(f"{size:<12}" for size in sizes)
         )
         print("\nWhat was chosen, and what a chunk sends.\n")
-        part = trainer.replicas[0].engine.division.first
+        part = trainer.replicas[0].engine.stages.division.first
         account = text_of(account_of(part, costs(part.choice.layout.program)))
         # norms and biases, and why
         print("\n".join(f"  {line}" for line in account.splitlines() if not line.startswith("Whole: ")))

@@ -258,7 +258,7 @@ def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
         before = cuts(self, max(step - 1, 0), num_samples)
         return before if self._replica == 1 else current
 
-    monkeypatch.setattr(MapReader, "_ranges", late)
+    monkeypatch.setattr(MapReader, "_cut", late)
 
 
 @pytest.mark.long

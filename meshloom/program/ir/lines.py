@@ -19,7 +19,7 @@ _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _MOST_LETTERS = 120  # of a line's code in a sentence
-_SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes symbolic sizes in them
+_OF_TORCH = ("/sympy/", "/mpmath/", "/torchinductor")  # it computes symbolic sizes in them, and writes its kernels there
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,6 @@ def is_users(file: str) -> bool:
 def _is_ours(file: str) -> bool:
     return (
         file.startswith((_TORCH, _MESHLOOM, "<"))
-        or any(part in file for part in _SYMBOLS)
+        or any(part in file for part in _OF_TORCH)
         or (file.startswith(_LIBRARY) and not is_of_package(file))
     )
