@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshloom.loops.loader import loader
     from meshloom.loops.main_process import main_first
     from meshloom.loops.means import gather, mean, sum  # noqa: A004
-    from meshloom.loops.parallel import accumulate, parallel, whole
+    from meshloom.loops.parallel import accumulate, parallel, train_step, whole
     from meshloom.loops.saving import save
     from meshloom.loops.share import share
     from meshloom.train.trainer import Trainer
@@ -59,6 +59,7 @@ __all__ = [
     "share",
     "step",
     "sum",
+    "train_step",
     "whole",
 ]
 __version__ = "0.2.0.dev0"
@@ -72,6 +73,7 @@ _LATER = {
     "save": "meshloom.loops.saving",
     "share": "meshloom.loops.share",
     "sum": "meshloom.loops.means",
+    "train_step": "meshloom.loops.parallel",
     "whole": "meshloom.loops.parallel",
     "Trainer": "meshloom.train.trainer",
     "from_lightning": "meshloom.adapters.from_lightning",

@@ -17,6 +17,7 @@ from meshloom.launch.opening import open_world
 from meshloom.loops import taken_shares
 from meshloom.loops.divided_module import DividedModule
 from meshloom.loops.part_tensor import plain
+from meshloom.loops.pipelined_module import PipelinedModule
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import TakenShare, share_sizes
 
@@ -81,6 +82,10 @@ class Timed(nn.Module):
         return (y if mask is None else y.transpose(0, 1)), y.square().mean()
 
 
+def _kind(plan: Plan) -> type[DividedModule]:
+    return PipelinedModule if plan.pp > 1 else DividedModule
+
+
 def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **given: Any) -> list[Any]:
     """For each rank: what the script returns, and of each module this rank's elements and the whole state."""
     parsed = Plan.parse(plan)
@@ -89,7 +94,7 @@ def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **g
         def of_rank(own: Any) -> Any:
             models = make()
             known = [id(each) for model in models for each in model.parameters()]
-            divided = [DividedModule(each, LoopRanks(parsed, world, own), **given) for each in models]
+            divided = [_kind(parsed)(each, LoopRanks(parsed, world, own), **given) for each in models]
             calls = [
                 lambda *args, each=each, model=model, **kwargs: each.call(model.__call__, args, kwargs)
                 for each, model in zip(divided, models, strict=True)
@@ -177,7 +182,7 @@ def test_on_whole_parameters_a_module_runs_as_written(plan: str) -> None:
         def of_rank(own: Any) -> tuple[Tensor, Tensor]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-            divided = DividedModule(model, LoopRanks(parsed, world, own))
+            divided = _kind(parsed)(model, LoopRanks(parsed, world, own))
             expected = divided.call(model.__call__, (x,), {})
             with divided.whole():
                 return expected, divided.call(model.__call__, (x,), {})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_map, tree_unflatten
 
 from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
 from meshloom.program.trace.export_patches import without_cache
 
 _PLAIN = (str, bool, int, float, type(None))
@@ -25,7 +26,7 @@ class CapturedForward:
 
     training: of each module. trained: of each parameter. graded: inputs that require gradients; None: nothing does. autocast: kind of device
     and dtype of the regions around the call. positional: inputs that are given by position. changes: how often what the forward
-    reads besides tensors has changed.
+    reads besides tensors has changed. loss: of the module and a batch, in place of the module's own call.
     """
 
     training: tuple[bool, ...]
@@ -34,17 +35,21 @@ class CapturedForward:
     autocast: tuple[tuple[str, torch.dtype], ...]
     positional: tuple[str, ...]
     changes: int
+    loss: LossFunction | None = None
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What a program of `model` returns; batch: the inputs by name."""
-        named = {name: value for name, value in batch.items() if name not in self.positional}
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """What a program of `model` returns; batch: the inputs by name, or that of the loss."""
         with ExitStack() as around:
             around.enter_context(torch.set_grad_enabled(self.graded is not None))
             around.enter_context(without_cache(model))
             for device, dtype in self.autocast:
                 around.enter_context(torch.autocast(device, dtype))
-            returned = model(*(batch[name] for name in self.positional), **named)
+            returned = self._called(model, batch) if self.loss is None else self.loss(model, batch)
         return tree_map(_kept, returned)
+
+    def _called(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        named = {name: value for name, value in batch.items() if name not in self.positional}
+        return model(*(batch[name] for name in self.positional), **named)
 
     def alone(self) -> ExitStack:
         """A context for captures: in none of the regions around the call but those that it enters itself, with gradients."""

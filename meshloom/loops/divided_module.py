@@ -3,7 +3,6 @@ parameters, runs its part of the program, and gets whole results."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ from meshloom.comm.objects import on_rank_0
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
-from meshloom.core.job import Job
+from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.compiled import without_compilation
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
@@ -24,7 +23,6 @@ from meshloom.loops.copied_module import copied
 from meshloom.loops.gradient_mean import AveragedExecution
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
-from meshloom.loops.pipelined_call import PipelinedCall, PipelinedResults, check_rows, microbatches_of
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bind
 from meshloom.pipeline.runtime.microbatches import LiveBuffers
@@ -79,30 +77,20 @@ class DividedModule(AveragedExecution):
         self._share = ModuleShare(module, self._group, self._pp, self._team)
         self._guards: dict[CapturedForward, list[GuardedValue]] = {}
         self._changes = 0
-        self._statistics: dict[CapturedForward, RunningStatistics] = {}
+        self._statistics: dict[CapturedForward, dict[int, RunningStatistics]] = {}  # by stage
         self._bound: dict[int, tuple[Program, Program]] = FifoCache(MOST_KEPT)  # with their leaves' modules
         self._draws = CallDraws(ranks.replica)
         self._trained: tuple[bool, ...] = ()  # of which gradients are averaged over replicas
         self._notes: list[str] = []
         self._is_whole = False  # within `whole`
-        self._means = False  # whether that they are such is said
 
     def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._is_whole:
             with torch.no_grad():  # nobody would divide a gradient
                 return compute(*args, **kwargs)
         positional, batch = named_inputs(self._module.forward, args, kwargs)
-        share = bind((args, kwargs))
-        forward = self._forward(positional, batch)
-        if forward in self._guards:
-            try:
-                check_step(self._guards[forward])
-            except TrainingError:
-                if self._changes == MOST_CHANGES:
-                    raise
-                self._changes += 1
-                forward = self._forward(positional, batch)
-        found = self._pipelined(forward, batch) if self._pp.size > 1 else self._run(forward, batch)
+        share, forward = bind((args, kwargs)), self._forward(positional, batch)
+        found = self._run(forward, batch)
         if forward.graded is not None:
             self.mean.follow(found, share)
         return found
@@ -120,22 +108,35 @@ class DividedModule(AveragedExecution):
         return self._share.tensors()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return () if self._pp.size > 1 else ((name, self._parameters[name]) for name in self._replicated)
+        return ((name, self._parameters[name]) for name in self._replicated)
 
     def take_notes(self) -> list[str]:
         found, self._notes = self._notes, []
-        return [*found, *(note for each in self._statistics.values() for note in each.take_notes())]
+        merged = (each for of_forward in self._statistics.values() for each in of_forward.values())
+        return [*found, *(note for each in merged for note in each.take_notes())]
 
-    def _forward(self, positional: tuple[str, ...], batch: Mapping[str, Any]) -> CapturedForward:
+    def _forward(
+        self, positional: tuple[str, ...], batch: Any, loss: LossFunction | None = None
+    ) -> CapturedForward:
+        """What the module, or a loss of it, computes now. What it reads besides tensors may have changed since a capture: it is another one then."""
         graded = tuple(name for name, each in leaves_of(batch).tensors.items() if each.requires_grad)
-        return CapturedForward(
+        found = CapturedForward(
             training=tuple(each.training for each in self._modules),
             trained=tuple(each.requires_grad for each in self._parameters.values()),
             graded=graded if torch.is_grad_enabled() else None,
             autocast=autocast_here(),
             positional=positional,
             changes=self._changes,
+            loss=loss,
         )
+        try:
+            check_step(self._guards.get(found, ()))
+        except TrainingError:
+            if self._changes == MOST_CHANGES:
+                raise
+            self._changes += 1
+            return self._forward(positional, batch, loss)
+        return found
 
     def _ready(
         self, forward: CapturedForward, batch: Mapping[str, Any], check: Callable[[nn.Module], None] | None = None
@@ -144,7 +145,7 @@ class DividedModule(AveragedExecution):
         replica. check: of the whole module, before a forward's first capture."""
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
-            like = _copy(batch)
+            like = copied_batch(batch)
             with self._capturing(), forward.alone():
                 if check and forward not in self._guards:
                     on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
@@ -159,12 +160,14 @@ class DividedModule(AveragedExecution):
                 self._share.keep(self._programs.pieces, holders)
                 self._notes += self._programs.opaque_notes()
             self._guards[forward] = Guards(forward, self._module, self._programs.opaque).values
-            self._statistics.setdefault(forward, self._statistics_of(self._stage_of(ready).program))
+            merged = {each.number: self._statistics_of(each.program) for each in self._own_stages(ready)}
+            self._statistics.setdefault(forward, merged)
             self._follow(forward.trained)
         return self._programs.ready(batch, loss=forward, training=training)
 
-    def _stage_of(self, ready: ReadyBatch) -> Stage:
-        return self._programs.stages(ready.key)[self._pp.rank]
+    def _own_stages(self, ready: ReadyBatch) -> list[Stage]:
+        ranks = self._programs.cutter.ranks
+        return [each for each in self._programs.stages(ready.key) if ranks[each.number] == self._pp.rank]
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -215,8 +218,8 @@ class DividedModule(AveragedExecution):
         """The results. A backward may need a buffer as this forward saw it, and other forwards come in between."""
         ready = self._ready(forward, batch)
         self._follow(forward.trained)
-        stage = self._stage_of(ready)
-        program, statistics = self._bind(stage.program), self._statistics[forward]
+        (stage,) = self._own_stages(ready)
+        program, statistics = self._bind(stage.program), self._statistics[forward][0]
         changed = {name: self._buffers[name].clone() for name in program.changing}
         inputs = [tensor_of(ready.leaves, each) for each in program.inputs]
         draws = self._draws.of_a_call() if any(node.num_draws for node in program.nodes) else nullcontext()
@@ -229,98 +232,6 @@ class DividedModule(AveragedExecution):
                     self._buffers[name].copy_(value)
         statistics.finish()
         return results(values, stage.returned)
-
-    def _pipelined(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
-        """The results, of microbatches through the stages."""
-        microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
-
-        def check(model: nn.Module) -> None:
-            check_rows(model, forward, _copy(batch), microbatches)
-
-        ready = [self._ready(forward, each.batch, check) for each in microbatches]
-        self._follow(forward.trained)
-        grad, statistics = forward.graded is not None, self._statistics[forward]
-
-        @contextmanager
-        def around(number: int) -> Iterator[None]:
-            with statistics.chunk(), self._draws.of_a_call():
-                yield
-
-        completed = {name: each for name, each in self._completed().items() if self._share.holds(name)}
-        own = {
-            name: each.detach().requires_grad_(each.requires_grad and grad)
-            for name, each in completed.items()
-        }
-        stages = [self._programs.stages(each.key) for each in ready]
-        call = PipelinedCall(
-            microbatches, stages, self._pp, self._group, self._ranks.device, own, self._buffers, around, self._bind
-        )  # fmt: skip
-        tensors = leaves_of(batch).tensors
-        graded = forward.graded or ()
-        # those of other stages, too: an optimizer steps, and a norm counts, the same parameters on every rank
-        names = [name for name, each in self._parameters.items() if each.requires_grad and grad]
-
-        def leave() -> list[Tensor | None]:
-            parts = {name: [each.leaves.tensors[name] for each in microbatches] for name in graded}
-            inputs = [self._of_input(each, along.get(name)) for name, each in parts.items()]
-            self._add_up_lent(own, stages[0][0].program)
-            return [*inputs, *self._of_stages(own, names)]
-
-        if call.has_means and not self._means:
-            self._means = True
-            self._notes.append(
-                f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
-            )
-        anchor = torch.zeros((), requires_grad=grad)
-        given = (
-            *(tensors[name] for name in graded),
-            *(completed.get(name, plain(self._parameters[name])) for name in names),
-        )
-        values: Any = PipelinedResults.apply(call, leave, anchor, *given)
-        statistics.finish()
-        for rank, stage in enumerate(stages[0]):  # a script reads buffers on any rank
-            for name in sorted(stage.program.changing - self._share.shards.pieces.keys()):
-                self._pp.broadcast(self._buffers[name].view(-1), rank).wait()
-        return results(values, stages[0][-1].returned)
-
-    def _of_input(self, parts: Sequence[Tensor], dim: int | None) -> Tensor:
-        """The gradient of an input, of which each stage that reads it has some. parts: of microbatches, cut along `dim`; None: each has the
-        whole."""
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parts]
-        found = torch.stack(gradients).sum(0) if dim is None else torch.cat(gradients, dim)
-        self._pp.all_reduce(found.view(-1)).wait()
-        return found
-
-    def _of_stages(self, own: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor | None]:
-        """The gradients of this rank's parameters, and empty ones of those that other stages have and have used."""
-        has = torch.tensor(
-            [float(name in own and own[name].grad is not None) for name in names], device=self._ranks.device
-        )
-        self._pp.all_reduce(has).wait()
-        return [
-            own[name].grad
-            if name in own
-            else torch.zeros_like(plain(self._parameters[name].detach()))
-            if used
-            else None
-            for name, used in zip(names, has.tolist(), strict=True)
-        ]
-
-    def _add_up_lent(self, own: Mapping[str, Tensor], program: Program) -> None:
-        """Gradients of parameters that several stages use become the sums of theirs, on each of them."""
-        names = [name for name in self._share.lent if self._parameters[name].requires_grad]
-        if not names:
-            return
-        device = self._ranks.device
-        for name in names:
-            meta = program.parameters[name].meta
-            sent = torch.zeros(math.prod(meta.shape) + 1, dtype=meta.dtype, device=device)
-            gradient = own[name].grad if name in own else None
-            if gradient is not None:
-                sent[:-1], sent[-1] = gradient.reshape(-1), 1
-            self._pp.all_reduce(sent).wait()
-            if name in own and sent[-1]:
-                own[name].grad = sent[:-1].view(meta.shape)
 
     def _bind(self, program: Program) -> Program:
         """With the modules of its leaves."""
@@ -377,7 +288,7 @@ class _Completed(torch.autograd.Function):
         return None, *ctx.complete(gradients)
 
 
-def _copy(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def copied_batch(batch: Any) -> Any:
     leaves = leaves_of(batch)
     return leaves.rebuild([copy_of(each) for each in leaves.tensors.values()])
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from meshloom.core.job import LossFunction
+
+
+class StepLoss(NamedTuple):
+    """Of a share: the sum and what it counts; whether the loss is a mean over samples."""
+
+    total: Tensor
+    weight: Tensor
+    is_mean: bool
 
 
 class Execution(ABC):
@@ -21,6 +31,11 @@ class Execution(ABC):
 
         compute: the module's own call, hooks and all.
         """
+
+    def step(self, loss: LossFunction, batch: Any) -> StepLoss | None:
+        """The loss of the module and a batch, with its gradients computed in the order that suits the plan: they are there when autograd comes to
+        it. None: there is no better order than that of autograd."""
+        return None
 
     @abstractmethod
     def accumulating(self) -> AbstractContextManager[None]:

@@ -15,10 +15,12 @@ from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSo
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError
+from meshloom.core.job import LossFunction
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
+from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import LoopRanks, ranks
@@ -81,6 +83,30 @@ def _take_calls(module: nn.Module, execution: Execution) -> None:
 def execution_of(module: nn.Module) -> Execution:
     """What the plan makes of a parallel module's calls."""
     return module.__dict__[_HELD]
+
+
+def train_step(model: nn.Module, batch: Any, loss: LossFunction) -> Tensor:
+    """Computes `loss(model, batch)` and its gradients, as `backward()` leaves them, and returns the mean over the global batch, without a graph.
+
+    Under pp its microbatches follow the plan's `schedule`, so that ranks wait less and keep less than in a call of the model and a backward; otherwise
+    it is the same as those.
+
+    model: parallel. batch: this replica's share, tensors in any structure. loss: of (model, batch); a mean over samples, or (sum, count) for a mean
+    over something else.
+
+    Raises `CaptureError` where a pipeline cannot capture the loss, or cut the batch.
+    """
+    execution: Execution | None = model.__dict__.get(_HELD)
+    if execution:
+        agreement_of(ranks()).called(type(model).__name__, batch)
+    found = execution.step(loss, batch) if execution else None
+    if found is None:
+        returned = loss(model, batch)
+        value = mean(*returned) if isinstance(returned, tuple) else mean(returned)
+    else:
+        value = mean(found.total / found.weight) if found.is_mean else mean(found.total, found.weight)
+    value.backward()
+    return value.detach()
 
 
 @contextmanager
@@ -156,8 +182,10 @@ def _execution(
     plan = found.plan
     if plan.tp > 1 or plan.pp > 1:
         from meshloom.loops.divided_module import DividedModule
+        from meshloom.loops.pipelined_module import PipelinedModule
 
-        return DividedModule(module, found, leaves, rules, batch)
+        kind = PipelinedModule if plan.pp > 1 else DividedModule
+        return kind(module, found, leaves, rules, batch)
     if plan.zero:
         from meshloom.loops.sharded_module import ShardedModule
 

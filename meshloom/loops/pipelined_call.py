@@ -3,104 +3,126 @@ results.
 
     forward of all microbatches -> results, joined, on every rank of the pipeline -> the script's loss, on each of them
     backward of the loss        -> the last stage begins with the gradients of its results; other ranks' copies of these count nothing
+
+Where the script gives the loss away (`ml.train_step`), forwards and backwards follow each other as the plan's schedule says, and autograd
+finds gradients that are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from meshloom.comm.group import Group, Work
-from meshloom.core.errors import CODE_ERRORS, CaptureError, TrainingError, first_line
-from meshloom.core.plan_shares import chunk_sizes
-from meshloom.loops.captured_forward import CapturedForward
+from meshloom.comm.group import Group
+from meshloom.core.errors import TrainingError
+from meshloom.core.losses.loss_sum import as_sum
+from meshloom.loops.call_microbatches import Microbatch, is_joined, joined_result
+from meshloom.loops.captured_forward import results
+from meshloom.pipeline.runtime.microbatches import forward_only
 from meshloom.pipeline.runtime.program_stage import ProgramStage
-from meshloom.pipeline.runtime.run import empty_as, flat_memory
+from meshloom.pipeline.runtime.run import PipelineRun
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Crossing, Stage
-from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Meta, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import refuse_second_derivative
 
-WAY_OUT = (
-    'Say which dim of which input is the batch, as in parallel(batch={"data": 1, "mask": None}), where None is for what all microbatches need whole; '
-    "or use microbatches=1."
-)
+
+class _Forwards(StageRun):
+    """Those of a stage, whose backwards come later. produced: by microbatch."""
+
+    def __init__(self, stage: ProgramStage) -> None:
+        self._stage, self.produced = stage, dict[int, Mapping[str, Tensor]]()
+
+    def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        self._stage.receive(microbatch, values)
+
+    def forward(self, microbatch: int) -> Mapping[str, Tensor]:
+        found = self.produced[microbatch] = self._stage.forward(microbatch)
+        return found
+
+    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Keeps what backwards need."""
 
 
-class Microbatch:
-    """Some rows of a call's inputs, whose tensors are leaves of its graph."""
+class _Backwards(StageRun):
+    """Those of a stage, as forwards of one that stands in the opposite place: its values are gradients."""
 
-    def __init__(self, batch: Mapping[str, Any], rows: int) -> None:
-        self.batch, self.leaves, self.rows = batch, leaves_of(batch), rows
+    def __init__(self, stage: ProgramStage) -> None:
+        self._stage = stage
 
+    def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        self._stage.receive_gradients(microbatch, values)
 
-def microbatches_of(
-    batch: Mapping[str, Any], count: int, dims: Mapping[str, int | None]
-) -> tuple[list[Microbatch], dict[str, int]]:
-    """The inputs in parts, as many as there are rows for, and along which dim each tensor is cut. dims: of inputs by name, None: all
-    microbatches have the whole; others are cut along dim 0.
+    def forward(self, microbatch: int) -> Mapping[str, Tensor]:
+        return self._stage.backward(microbatch)
 
-    >>> parts, _ = microbatches_of({"x": torch.ones(5, 2), "scale": 3.0}, 2, {})
-    >>> [each.rows for each in parts], parts[1].leaves.tensors["x"].shape
-    ([3, 2], torch.Size([2, 2]))
-    """
-    leaves = leaves_of(batch)
-    along: dict[str, int] = {}
-    for name, each in leaves.tensors.items():
-        dim = dims.get(name, dims.get(name.split(".")[0], 0))
-        if dim is not None and each.ndim:
-            along[name] = dim
-    sizes = {name: leaves.tensors[name].size(dim) for name, dim in along.items()}
-    first = next(iter(sizes), None)
-    if first is None:
-        return [Microbatch(leaves.rebuild(_leaves_of_a_graph(leaves.tensors.values())), 1)], {}
-    other = next((name for name, size in sizes.items() if size != sizes[first]), None)
-    if other is not None:
-        raise CaptureError(
-            f"A pipeline cuts the inputs of a call: {first} has {sizes[first]} rows along dim {along[first]} and {other} has {sizes[other]} along dim {along[other]}. "
-            + WAY_OUT
-        )
-    rows = chunk_sizes(sizes[first], min(count, sizes[first]))
-    cut = {name: leaves.tensors[name].split(rows, dim) for name, dim in along.items()}
-    found: list[Microbatch] = []
-    for number, size in enumerate(rows):
-        parts = [
-            cut[name][number].contiguous() if name in cut else each for name, each in leaves.tensors.items()
-        ]
-        found.append(Microbatch(leaves.rebuild(_leaves_of_a_graph(parts)), size))
-    return found, along
+    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self._stage.clear()
 
 
-def _leaves_of_a_graph(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [each.detach().requires_grad_(each.requires_grad) for each in tensors]
+class CallStages(NamedTuple):
+    """What one call runs on one rank of `pp`. stages: by microbatch, all of them. make: this rank's run of a stage, given by microbatch, with
+    further settings of `ProgramStage`."""
+
+    schedule: Schedule
+    stages: Sequence[Sequence[Stage]]
+    pp: Group
+    device: torch.device
+    make: Callable[..., ProgramStage]
+
+    @property
+    def last(self) -> int:
+        return self.schedule.num_stages - 1
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The numbers of this rank's stages."""
+        return self.schedule.stages_of(self.pp.rank)
+
+    @property
+    def crossings(self) -> list[list[Crossing]]:
+        """[microbatch], the values exchanged between stages."""
+        return [[one for each in of_all for one in each.incoming] for of_all in self.stages]
+
+    def forwards(
+        self, schedule: Schedule, runs: Mapping[int, StageRun], crossings: Sequence[Sequence[Crossing]]
+    ) -> None:
+        """Runs what a stage does alone, microbatch after microbatch, in the direction of `schedule`; nothing comes back."""
+        one_way = [[replace(one, meta=replace(one.meta, requires_grad=False)) for one in each] for each in crossings]  # fmt: skip
+        PipelineRun(forward_only(schedule), self.pp, runs, one_way, self.device).run()
+
+    def of(self, number: int) -> list[Stage]:
+        """A stage, by microbatch."""
+        return [each[number] for each in self.stages]
+
+    def everywhere(self, value: Tensor) -> Tensor:
+        """What the rank of the last stage has in this place, on every rank."""
+        self.pp.broadcast(value.view(-1), self.schedule.ranks[self.last]).wait()
+        return value
 
 
 class PipelinedCall:
-    """One call on one rank of `pp`, whose number is that of its stage.
+    """One call: all forwards, and later all backwards."""
 
-    stages: by microbatch, all of them. parameters: leaves of a graph of its own. tp: the ranks over which stages are divided; None: one.
-    """
-
-    def __init__(
-        self, microbatches: Sequence[Microbatch], stages: Sequence[Sequence[Stage]], pp: Group, tp: Group | None, device: torch.device,
-        parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], around: Callable[[int], AbstractContextManager[Any]],
-        bind: Callable[[Program], Program],
-    ) -> None:  # fmt: skip
-        self._pp, self._device, self._grad = pp, device, torch.is_grad_enabled()
-        self._microbatches, self._parameters = microbatches, parameters
-        last = pp.size - 1
-        self._results = [results_of(each[last].program) for each in stages]
-        self._stages = [_with_results(each[last]) if pp.rank == last else each[pp.rank] for each in stages]
-        self._stage = ProgramStage(
-            self._stages, parameters, buffers, lambda number: microbatches[number].leaves, group=tp, around=around, bind=bind
-        )  # fmt: skip
+    def __init__(self, microbatches: Sequence[Microbatch], run: CallStages) -> None:
+        self._run, self._microbatches, self._grad = run, microbatches, torch.is_grad_enabled()
+        self._results = [results_of(each[run.last].program) for each in run.stages]
+        self._stages = {
+            number: run.make([_with_results(each) if number == run.last else each for each in run.of(number)])
+            for number in run.own
+        }
         rows = [each.rows for each in microbatches]
         shapes = [[meta.shape for meta in metas] for metas in self._results]
         self._joined = [is_joined([each[at] for each in shapes], rows) for at in range(len(self._results[0]))]
@@ -117,52 +139,28 @@ class PipelinedCall:
 
     def forward(self) -> list[Tensor]:
         """The results of the whole batch, on every rank."""
-        last, sending = self._pp.size - 1, list[tuple[Work, Tensor]]()
-        produced: list[Mapping[str, Tensor]] = []
+        forwards = {number: _Forwards(each) for number, each in self._stages.items()}
         with torch.set_grad_enabled(self._grad):
-            for number, stage in enumerate(self._stages):
-                self._stage.receive(
-                    number, {each.value: self._recv(each.meta, each.source) for each in stage.incoming}
-                )
-                found = self._stage.forward(number)
-                if self._pp.rank == last:
-                    produced.append(found)
-                else:
-                    sending += [
-                        self._send(found[each.value], each.meta, each.destination) for each in stage.outgoing
-                    ]
-        if not self._grad:
-            self._stage.clear()
-        for work, _ in sending:
-            work.wait()
-        return [self._everywhere(at, produced) for at in range(len(self._joined))]
+            self._run.forwards(self._run.schedule, forwards, self._run.crossings)
+        last = forwards.get(self._run.last)
+        return [self._everywhere(at, last.produced if last else {}) for at in range(len(self._joined))]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Leaves gradients in the parameters and the microbatches' tensors. gradients: of the results."""
-        last, sending = self._pp.size - 1, list[tuple[Work, Tensor]]()
-        for number in reversed(range(len(self._stages))):
-            stage = self._stages[number]
-            if self._pp.rank == last:
-                given = {
-                    _result(at): self._part(at, number, each)
-                    for at, each in enumerate(gradients)
-                    if each is not None
-                }
-                self._stage.receive_gradients(number, given)
-            else:
-                for each in _with_gradients(stage.outgoing):
-                    self._stage.receive_gradients(
-                        number, {each.value: self._recv(each.meta, each.destination)}
-                    )
-            found = self._stage.backward(number)
-            sending += [
-                self._send(found[each.value], each.meta, each.source)
-                for each in _with_gradients(stage.incoming)
-            ]
-        for work, _ in sending:
-            work.wait()
+        last = self._run.last
+        if last in self._stages:
+            for number in range(len(self._microbatches)):
+                given = {_result(at): self._part(at, number, each) for at, each in enumerate(gradients) if each is not None}  # fmt: skip
+                self._stages[last].receive_gradients(number, given)
+        schedule = replace(self._run.schedule, ranks=self._run.schedule.ranks[::-1])
+        back = [
+            [replace(one, source=last - one.destination, destination=last - one.source) for one in each if one.meta.requires_grad]
+            for each in self._run.crossings
+        ]  # fmt: skip
+        runs = {last - number: _Backwards(each) for number, each in self._stages.items()}
+        self._run.forwards(schedule, runs, back)
 
-    def _everywhere(self, at: int, produced: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def _everywhere(self, at: int, produced: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
         metas = [each[at] for each in self._results]
         rows = [each.rows for each in self._microbatches]
         if self._joined[at]:
@@ -170,13 +168,10 @@ class PipelinedCall:
         else:
             shape = metas[0].shape
         if not produced:
-            whole = torch.empty(shape, dtype=metas[0].dtype, device=self._device)
-        else:
-            found = joined_result([each[_result(at)] for each in produced], rows)
-            assert found is not None, "the forward was compared so"
-            whole = found.contiguous()
-        self._pp.broadcast(whole.view(-1), self._pp.size - 1).wait()
-        return whole
+            return self._run.everywhere(torch.empty(shape, dtype=metas[0].dtype, device=self._run.device))
+        found = joined_result([produced[number][_result(at)] for number in range(len(rows))], rows)
+        assert found is not None, "the forward was compared so"
+        return self._run.everywhere(found.contiguous())
 
     def _part(self, at: int, number: int, gradient: Tensor) -> Tensor:
         """Of the gradient of a result, that of a microbatch's."""
@@ -186,25 +181,60 @@ class PipelinedCall:
         rows = [each.rows for each in self._microbatches]
         return gradient * (rows[number] / sum(rows))
 
-    def _send(self, value: Tensor, meta: Meta, rank: int) -> tuple[Work, Tensor]:
-        if value.stride() != meta.stride:
-            value = empty_as(meta, value.device).copy_(value)
-        flat = flat_memory(value)
-        return self._pp.send(flat, rank), flat
 
-    def _recv(self, meta: Meta, rank: int) -> Tensor:
-        value = empty_as(meta, self._device)
-        self._pp.recv(flat_memory(value), rank).wait()
-        return value
+class PipelinedStep:
+    """One call of a loss, by the plan's schedule. learned: leaves of graphs to which backwards come. kind: of the loss."""
+
+    differentiable = (True, False)
+
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch],
+        run: CallStages,
+        learned: Sequence[Tensor],
+        kind: torch.dtype,
+    ) -> None:
+        self._run, self._learned, self._kind = run, learned, kind
+        self._sums = torch.zeros(
+            2, dtype=torch.float64, device=run.device
+        )  # of losses, and of what they count
+
+        def finish(number: int, values: Sequence[Any]) -> Tensor:
+            returned = results(values, run.stages[number][run.last].returned)
+            total, weight = as_sum(returned, microbatches[number].rows)
+            self._sums += torch.stack(
+                [total.detach().double(), torch.as_tensor(weight, device=run.device).double()]
+            )
+            return total
+
+        split = bool(run.schedule.split)
+        self._stages = {
+            number: run.make(run.of(number), split=split, finish=finish if number == run.last else None)
+            for number in run.own
+        }
+
+    def forward(self) -> list[Tensor]:
+        """The sum of the losses and what they count, on every rank."""
+        run = self._run
+        with torch.enable_grad():
+            PipelineRun(run.schedule, run.pp, self._stages, run.crossings, run.device).run()
+        total, weight = run.everywhere(self._sums).clone()
+        return [total.to(self._kind), weight.to(self._kind)]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """As of `PipelinedCall`."""
+        for each in self._learned:
+            if each.grad is not None and gradients[0] is not None:
+                each.grad *= gradients[0]
 
 
 class PipelinedResults(torch.autograd.Function):
-    """The results of a `PipelinedCall` of these tensors, whose gradients `leave` gives once backward has run through it."""
+    """The results of a `PipelinedCall` or a `PipelinedStep` of these tensors, whose gradients `leave` gives once backward has run through it."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: PipelinedCall,
+        call: PipelinedCall | PipelinedStep,
         leave: Callable[[], Sequence[Tensor | None]],
         anchor: Tensor,
         *tensors: Tensor,
@@ -227,61 +257,6 @@ class PipelinedResults(torch.autograd.Function):
         ctx.call.backward(gradients)
         ctx.call = None
         return None, None, None, *ctx.leave()
-
-
-def check_rows(
-    model: nn.Module, forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
-) -> None:
-    """Raises `CaptureError` where the model's results for the batch are not those for its parts, joined: rows depend on each other, or what is
-    cut is not the batch. Compares in evaluation mode, in which nothing draws."""
-    rows, forward = [each.rows for each in microbatches], replace(forward, graded=None)
-    modes = [(each, each.training) for each in model.modules()]
-    try:
-        for each, _ in modes:
-            each.training = False
-        whole = tree_leaves(forward(model, batch))
-        try:
-            parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
-        except CODE_ERRORS as error:
-            raise CaptureError(
-                f"A pipeline cuts the inputs of a call, and the forward fails for {rows[0]} of its {sum(rows)} rows ({first_line(error)}). {WAY_OUT}"
-            ) from error
-    finally:
-        for each, mode in modes:
-            each.training = mode
-    for at, result in enumerate(whole):
-        of_parts = [each[at] for each in parts]
-        joined = joined_result(of_parts, rows)
-        if joined is None or joined.shape != result.shape:
-            found = "cannot be joined" if joined is None else f"have shape {list(joined.shape)}, joined"
-            raise CaptureError(
-                f"A pipeline cuts the inputs of a call. Result {at} of the forward has shape {list(result.shape)}, and those of {len(rows)} microbatches {found}. "
-                + WAY_OUT
-            )
-        if is_joined([each.shape for each in of_parts], rows) and _differ(joined, result):
-            raise CaptureError(
-                f"A pipeline cuts the inputs of a call, and their rows depend on each other: result {at} is another one for {len(rows)} microbatches, joined. "
-                + WAY_OUT
-            )
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """By far more than rounding."""
-    if not one.numel():
-        return False
-    a, b = (each.double().nan_to_num() for each in (one, other))
-    return float((a - b).abs().max()) > 1e-2 * float(b.abs().max())
-
-
-def joined_result(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
-    """One result of all microbatches, of those of each: their rows, or their mean by rows; None: there is neither."""
-    if is_joined([each.shape for each in parts], rows):
-        return torch.cat(list(parts))
-    if len(parts) == 1:
-        return parts[0].clone()
-    if any(each.shape != parts[0].shape for each in parts) or not parts[0].is_floating_point():
-        return None
-    return torch.stack([part * (size / sum(rows)) for part, size in zip(parts, rows, strict=True)]).sum(0)
 
 
 def results_of(program: Program) -> list[Meta]:
@@ -308,15 +283,3 @@ def _with_results(last: Stage) -> Stage:
 
 def _result(at: int) -> str:
     return f"result {at}"
-
-
-def _with_gradients(crossings: Sequence[Crossing]) -> Iterator[Crossing]:
-    return (each for each in crossings if each.meta.requires_grad)
-
-
-def is_joined(shapes: Sequence[tuple[int, ...]], rows: Sequence[int]) -> bool:
-    """Whether a result has so many rows for each row of the inputs, in all microbatches: else it is a mean over them."""
-    return all(
-        shape and shape[0] and shape[0] * rows[0] == shapes[0][0] * size and shape[0] % size == 0
-        for shape, size in zip(shapes, rows, strict=True)
-    )

@@ -18,7 +18,8 @@ from meshloom.loops.loop_lines import say
 
 # What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
 OF_LOOPS = {
-    "dp", "pp", "tp", "microbatches", "zero", "overlap", "bucket_bytes", "exchange", "reduce", "tp_placements", "memory_bytes", "cuts",
+    "dp", "pp", "tp", "microbatches", "zero", "overlap", "bucket_bytes", "exchange", "reduce", "tp_placements", "memory_bytes", "cuts", "schedule",
+    "virtual_stages",
 }  # fmt: skip
 _EXCHANGES = ("all_reduce", "ring")
 

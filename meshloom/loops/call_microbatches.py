@@ -1,0 +1,165 @@
+"""The microbatches of a call, and whether what is computed of them is what is computed of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from meshloom.core.errors import CODE_ERRORS, CaptureError, first_line
+from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.captured_forward import CapturedForward, results
+from meshloom.program.ir.leaves import leaves_of
+
+WAY_OUT = (
+    'Say which dim of which input is the batch, as in parallel(batch={"data": 1, "mask": None}), where None is for what all microbatches need whole; '
+    "or use microbatches=1."
+)
+
+
+class Microbatch:
+    """Some rows of a call's inputs, whose tensors are leaves of its graph."""
+
+    def __init__(self, batch: Mapping[str, Any], rows: int) -> None:
+        self.batch, self.leaves, self.rows = batch, leaves_of(batch), rows
+
+
+def microbatches_of(
+    batch: Mapping[str, Any], count: int, dims: Mapping[str, int | None]
+) -> tuple[list[Microbatch], dict[str, int]]:
+    """The inputs in parts, as many as there are rows for, and along which dim each tensor is cut. dims: of inputs by name, None: all
+    microbatches have the whole; others are cut along dim 0.
+
+    >>> parts, _ = microbatches_of({"x": torch.ones(5, 2), "scale": 3.0}, 2, {})
+    >>> [each.rows for each in parts], parts[1].leaves.tensors["x"].shape
+    ([3, 2], torch.Size([2, 2]))
+    """
+    leaves = leaves_of(batch)
+    along: dict[str, int] = {}
+    for name, each in leaves.tensors.items():
+        dim = dims.get(name, dims.get(name.split(".")[0], 0))
+        if dim is not None and each.ndim:
+            along[name] = dim
+    sizes = {name: leaves.tensors[name].size(dim) for name, dim in along.items()}
+    first = next(iter(sizes), None)
+    if first is None:
+        return [Microbatch(leaves.rebuild(_leaves_of_a_graph(leaves.tensors.values())), 1)], {}
+    other = next((name for name, size in sizes.items() if size != sizes[first]), None)
+    if other is not None:
+        raise CaptureError(
+            f"A pipeline cuts the inputs of a call: {first} has {sizes[first]} rows along dim {along[first]} and {other} has {sizes[other]} along dim {along[other]}. "
+            + WAY_OUT
+        )
+    rows = chunk_sizes(sizes[first], min(count, sizes[first]))
+    cut = {name: leaves.tensors[name].split(rows, dim) for name, dim in along.items()}
+    found: list[Microbatch] = []
+    for number, size in enumerate(rows):
+        parts = [
+            cut[name][number].contiguous() if name in cut else each for name, each in leaves.tensors.items()
+        ]
+        found.append(Microbatch(leaves.rebuild(_leaves_of_a_graph(parts)), size))
+    return found, along
+
+
+def _leaves_of_a_graph(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each.detach().requires_grad_(each.requires_grad) for each in tensors]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        for each, _ in modes:
+            each.training = False
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def check_rows(
+    model: nn.Module, forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
+) -> None:
+    """Raises `CaptureError` where the model's results for the batch are not those for its parts, joined: rows depend on each other, or what is
+    cut is not the batch. Compares in evaluation mode, in which nothing draws."""
+    rows, forward = [each.rows for each in microbatches], replace(forward, graded=None)
+    with _evaluating(model):
+        whole = tree_leaves(forward(model, batch))
+        try:
+            parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
+        except CODE_ERRORS as error:
+            raise CaptureError(
+                f"A pipeline cuts the inputs of a call, and the forward fails for {rows[0]} of its {sum(rows)} rows ({first_line(error)}). {WAY_OUT}"
+            ) from error
+    for at, result in enumerate(whole):
+        of_parts = [each[at] for each in parts]
+        joined = joined_result(of_parts, rows)
+        if joined is None or joined.shape != result.shape:
+            found = "cannot be joined" if joined is None else f"have shape {list(joined.shape)}, joined"
+            raise CaptureError(
+                f"A pipeline cuts the inputs of a call. Result {at} of the forward has shape {list(result.shape)}, and those of {len(rows)} microbatches {found}. "
+                + WAY_OUT
+            )
+        if is_joined([each.shape for each in of_parts], rows) and _differ(joined, result):
+            raise CaptureError(
+                f"A pipeline cuts the inputs of a call, and their rows depend on each other: result {at} is another one for {len(rows)} microbatches, joined. "
+                + WAY_OUT
+            )
+
+
+def check_loss(
+    model: nn.Module, forward: CapturedForward, batch: Any, microbatches: Sequence[Microbatch]
+) -> None:
+    """Raises `CaptureError` where the loss of the batch is not that of its parts: samples depend on each other, or it is a mean over
+    something else. Compares in evaluation mode, in which nothing draws."""
+    with _evaluating(model):
+        whole = _mean_of(forward(model, batch), 1)[0]
+        sums = [_mean_of(forward(model, each.batch), each.rows) for each in microbatches]
+    values = torch.stack([value.double() for value, _ in sums])
+    mean = (values * torch.tensor([weight for _, weight in sums], device=values.device)).sum() / sum(
+        weight for _, weight in sums
+    )
+    rounding = 1e-4 if whole.dtype.itemsize > 2 and not forward.autocast else 1e-2
+    if float((mean - whole).abs()) > rounding * float(values.abs().max()):
+        raise CaptureError(
+            f"A pipeline cuts the batch, and its loss is {float(whole):.6g} where the mean over {len(sums)} microbatches is {float(mean):.6g}. If it is a mean over "
+            "something else than samples, such as tokens, return the sum and what it counts, (sum, count); if samples depend on each other, use microbatches=1."
+        )
+
+
+def _mean_of(returned: Any, rows: int) -> tuple[Tensor, float]:
+    value, weight = as_sum(results(*tree_flatten(returned)), rows, needs_gradient=False)
+    return value.detach() / weight, float(weight)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """By far more than rounding."""
+    if not one.numel():
+        return False
+    a, b = (each.double().nan_to_num() for each in (one, other))
+    return float((a - b).abs().max()) > 1e-2 * float(b.abs().max())
+
+
+def joined_result(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
+    """One result of all microbatches, of those of each: their rows, or their mean by rows; None: there is neither."""
+    if is_joined([each.shape for each in parts], rows):
+        return torch.cat(list(parts))
+    if len(parts) == 1:
+        return parts[0].clone()
+    if any(each.shape != parts[0].shape for each in parts) or not parts[0].is_floating_point():
+        return None
+    return torch.stack([part * (size / sum(rows)) for part, size in zip(parts, rows, strict=True)]).sum(0)
+
+
+def is_joined(shapes: Sequence[tuple[int, ...]], rows: Sequence[int]) -> bool:
+    """Whether a result has so many rows for each row of the inputs, in all microbatches: else it is a mean over them."""
+    return all(
+        shape and shape[0] and shape[0] * rows[0] == shapes[0][0] * size and shape[0] % size == 0
+        for shape, size in zip(shapes, rows, strict=True)
+    )
