@@ -410,8 +410,19 @@ class Normed(nn.Module):
         return self.layers(x) + self.layers(2 * x)  # twice in one forward
 
 
+class Graph(nn.Module):
+    """A sparse product, whose backward keeps what has no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sparse.mm(torch.eye(len(x), dtype=x.dtype).to_sparse(), self.one(x)))
+
+
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("kind", [Recomputed, Recurrent, Attending, Normed])
+@pytest.mark.parametrize("kind", [Recomputed, Recurrent, Attending, Normed, Graph])
 def test_modules_of_many_kinds(kind: type[nn.Module], zero: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

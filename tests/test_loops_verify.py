@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshloom.cli.main import main
 from meshloom.core.jobfile import is_script
 from meshloom.core.plan import Plan
-from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, without_dropout
+from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, no_draws_within, without_draws
 from meshloom.verify.scripts.recorder import EnoughStepsError, RecordedStep, ScriptRecorder, recorded_steps
 from meshloom.verify.scripts.script_comparison import compare_scripts
 from meshloom.verify.scripts.script_verdict import verdict
@@ -66,7 +66,7 @@ def test_a_gradient_comes_before_a_parameter():
 @pytest.mark.parametrize(("times", "said"), [(1 / 2, "1/dp: the loss is a sum"), (2.0, "2 times the whole batch's, dp"), (3.0, "is 3 times")])  # fmt: skip
 def test_an_exact_factor_is_named(times: float, said: str):
     found = compare_scripts([step(0, times=times)], [step(0)], TOLERANCE)
-    text = "\n".join(verdict(Plan(dp=2), found, "not here", dropout=True, draws=False, batch_norms=[]))
+    text = "\n".join(verdict(Plan(dp=2), found, "not here", drew=True, draws=False, batch_norms=[]))
     assert text.startswith("DIFFERS") and said in text
 
 
@@ -99,14 +99,14 @@ def test_steps_that_rounding_makes_of_gradients_that_are_zero_are_left_out():
 def test_plain_copies_tell_a_loss_over_shares_from_a_mistake(equal: bool, said: str):
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     copies = compare_scripts([step(1)], [step(1 if equal else 2)], TOLERANCE)
-    assert said in "\n".join(verdict(Plan(dp=2), whole, copies, dropout=True, draws=False, batch_norms=[]))
+    assert said in "\n".join(verdict(Plan(dp=2), whole, copies, drew=True, draws=False, batch_norms=[]))
 
 
 def test_where_the_one_replica_has_the_whole_batch_nothing_excuses_a_difference():
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     assert (
         "the mistake is in meshloom"
-        in verdict(Plan(tp=2), whole, None, dropout=True, draws=False, batch_norms=[])[-1]
+        in verdict(Plan(tp=2), whole, None, drew=True, draws=False, batch_norms=[])[-1]
     )
 
 
@@ -138,13 +138,44 @@ def test_a_recorder_ends_a_script_that_catches_exceptions(tmp_path: Path):
 def test_dropout_is_left_out_of_modules_functions_and_attention():
     x = torch.randn(4, 6)
     attention = nn.MultiheadAttention(6, 2, dropout=0.5)
-    with without_dropout():
+    with without_draws():
         recurrent = nn.LSTM(6, 6, num_layers=2, dropout=0.5)
         assert torch.equal(nn.Dropout(0.5)(x), x) and torch.equal(functional.dropout(x), x)
         assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
         assert torch.equal(recurrent(x)[0], recurrent(x)[0])
         assert torch.equal(functional.scaled_dot_product_attention(x, x, x, None, 0.9), functional.scaled_dot_product_attention(x, x, x))  # fmt: skip
     assert not torch.equal(nn.Dropout(0.5)(x), x)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.mean(x)
+        drawn = torch.distributions.Normal(mean, torch.ones_like(mean)).rsample()
+        mask = torch.bernoulli(torch.full_like(mean, 0.9)) * torch.rand(mean.shape).round()
+        return drawn + mean * mask + torch.randn_like(mean) + functional.gumbel_softmax(mean)
+
+
+def test_what_forwards_draw_is_the_same_for_each_row():
+    module, x = Noisy(), torch.randn(6, 3)
+    no_draws_within(module)
+    with without_draws():
+        whole = module(x)
+        torch.testing.assert_close(torch.cat([module(x[:2]), module(x[2:])]), whole)
+        assert not torch.equal(torch.randn(4), torch.randn(4))  # the script's own
+    assert not torch.equal(module(x), module(x))
+
+
+def test_a_watched_module_is_saved_and_copied(tmp_path: Path):
+    module, notes = nn.Linear(2, 1), ForwardNotes()
+    notes.watch(module, torch.float32)
+    no_draws_within(module)
+    torch.save(module, tmp_path / "model.pt")
+    copied = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(copied(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
 def test_a_forward_says_what_makes_shares_another_batch():
@@ -165,6 +196,7 @@ SCRIPTS = {
     "import meshloom\nother = meshloom.Job()\n": False,
     "import meshloom\ndef job(): ...\n": False,
     "import meshloom\nfrom jobs import *\n": False,
+    "import meshloom\nfrom models import *\nmeshloom.parallel(Net())\n": True,
     "import meshloom\ndef main():\n    job = 3\n": True,
     "import meshloom\n)\n": False,
 }
@@ -225,13 +257,13 @@ def verified(tmp_path: Path, kind: str) -> int:
 
 
 @pytest.mark.processes
-def test_a_mean_of_uneven_shares_is_equal_with_dropout_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_mean_of_uneven_shares_is_equal_without_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert verified(tmp_path, "mean") == 0
     text = capfd.readouterr().out
     assert text.startswith(
         "EQUAL: the script computes under dp=2 what it computes by itself on whole batches"
     )
-    assert "3 steps of an optimizer, 26 tensors, with dropout off" in text
+    assert "3 steps of an optimizer, 26 tensors, without draws of forwards" in text
     assert f"Written or removed by several ranks: {tmp_path / 'log'} ({tmp_path / 'train.py'}:" in text
 
 

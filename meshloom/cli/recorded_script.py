@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 import meshloom
 from meshloom.cli.verb_run import execute
@@ -26,8 +25,8 @@ from meshloom.loops.execution import Execution
 from meshloom.loops.parallel import execution_of
 from meshloom.loops.ranks import has_ranks, leave_ranks, ranks
 from meshloom.verify.scripts.copies_reference import PlainCopies
-from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, without_dropout
-from meshloom.verify.scripts.recorder import EnoughStepsError, ScriptRecorder, replaced
+from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, no_draws_within, without_draws
+from meshloom.verify.scripts.recorder import EnoughStepsError, ScriptRecorder, replaced, to_float64
 from meshloom.verify.scripts.written_files import ScriptFiles
 
 How = Literal["plan", "alone", "copies"]
@@ -36,13 +35,13 @@ How = Literal["plan", "alone", "copies"]
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
     """directory: where steps and notes are written. how: under the plan, by itself, or as plain copies. steps: to record.
-    dtype: of parameters and of what is made without one. dropout: whether it drops."""
+    dtype: of parameters and of what is made without one. draws: whether its forwards draw."""
 
     directory: str
     how: How
     steps: int
     dtype: Literal["float64", "float32"]
-    dropout: bool = True
+    draws: bool = True
 
     def command(self, script: str, words: Sequence[str]) -> list[str]:
         """Of each rank."""
@@ -73,7 +72,9 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
         def made(module: nn.Module, plan: object = None, **kwargs: Any) -> nn.Module:
             module = getattr(module, "_orig_mod", module)  # a compiled one is run as written
             if dtype == torch.float64:
-                module.double().register_forward_pre_hook(_to_float64, with_kwargs=True)
+                module.double().register_forward_pre_hook(to_float64, with_kwargs=True)
+            if not run.draws:
+                no_draws_within(module)
             if run.how == "alone":
                 notes.watch(module, dtype)
             module = copies.made(module) if copies else before(module, **kwargs)
@@ -95,20 +96,14 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
     with ExitStack() as stack:
         stack.enter_context(recorder)
         stack.enter_context(replaced(torch, "save", files.saving))
-        stack.enter_context(nullcontext() if run.dropout else without_dropout())
+        stack.enter_context(nullcontext() if run.draws else without_draws())
         stack.enter_context(replaced(meshloom, "parallel", parallel))
-        for name in ("mean", "sum"):
+        for name in ("mean", "sum", "train_step"):
             stack.enter_context(replaced(meshloom, name, reporting))
         stack.callback(_write, directory / f"{rank}.json", notes, files)
         seed_script(script_seed())
         with suppress(EnoughStepsError):
             execute(script, words)
-
-
-def _to_float64(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(
-        Tensor, lambda each: each.double() if each.is_floating_point() else each, (args, kwargs)
-    )
 
 
 def _write(path: Path, notes: ForwardNotes, files: ScriptFiles) -> None:

@@ -78,7 +78,7 @@ def _compared(runs: _Runs, plan: Plan) -> tuple[list[str], int]:
             found = runs.recorded("copies", Plan(dp=plan.dp))
             copies = compare_scripts(under_plan.steps, found.steps, tolerance)
     lines = verdict(
-        plan, whole, copies, dropout=runs.dropout, draws=alone.notes["draws"], batch_norms=alone.notes["batch_norms"]
+        plan, whole, copies, drew=runs.draws, draws=alone.notes["draws"], batch_norms=alone.notes["batch_norms"]
     )  # fmt: skip
     if lowest != "float64":
         lines.append(
@@ -101,17 +101,17 @@ class _Recorded(NamedTuple):
 
 
 class _Runs:
-    """The runs of one verification, with files in `root`. dtype, dropout: of those from now on."""
+    """The runs of one verification, with files in `root`. dtype, draws: of those from now on."""
 
     def __init__(self, arguments: argparse.Namespace, plan: Plan, root: Path) -> None:
         self._arguments, self._root = arguments, root
         self.dtype: Literal["float64", "float32"] = arguments.dtype or "float64"
-        self.dropout = True
+        self.draws = True
         kind, _ = choose_devices(plan.mesh, arguments.devices, arguments.oversubscribe)
         self._devices = "cuda" if kind == "cuda" else "cpu"
 
     def alone(self) -> _Recorded:
-        """The script by itself, in float64 if it can; without dropout if it draws."""
+        """The script by itself, in float64 if it can; without draws of forwards if there are some."""
         try:
             found = self.recorded("alone", Plan())
         except _NotComputedError:
@@ -120,7 +120,7 @@ class _Runs:
             self.dtype = "float32"
             found = self.recorded("alone", Plan())
         if found.notes["draws"]:
-            self.dropout = False
+            self.draws = False
             found = self.recorded("alone", Plan())
         return found
 
@@ -128,9 +128,9 @@ class _Runs:
         """The script's first steps, one process for each rank of `plan`."""
         arguments, directory = self._arguments, Path(tempfile.mkdtemp(dir=self._root))
         doing = _DOING[how].format(plan=plan)
-        print(f"running the script {doing} ({self.dtype}{'' if self.dropout else ', no dropout'})", file=sys.stderr)  # fmt: skip
+        print(f"running the script {doing} ({self.dtype}{'' if self.draws else ', no draws'})", file=sys.stderr)  # fmt: skip
         run = RecordedRun(
-            directory=str(directory), how=how, steps=arguments.steps, dtype=self.dtype, dropout=self.dropout
+            directory=str(directory), how=how, steps=arguments.steps, dtype=self.dtype, draws=self.draws
         )
         command = run.command(str(check_target(arguments.target)[0]), arguments.words)
         with _output_in(directory / "output") as output:

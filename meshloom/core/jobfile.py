@@ -68,7 +68,8 @@ def is_script(target: str) -> bool:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for each in node.names
     }
-    return "meshloom" in imported and not names & {"job", "*"} and "Job" not in uses
+    may_have_one = "job" in names or ("*" in names and "parallel" not in uses)
+    return "meshloom" in imported and not may_have_one and "Job" not in uses
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

@@ -249,6 +249,8 @@ class _Gathering:
         self._storages = {each.untyped_storage().data_ptr(): i for i, each in enumerate(wholes)}
 
         def pack(tensor: Tensor) -> Any:
+            if tensor.layout != torch.strided:
+                return keep(tensor)
             i = self._storages.get(tensor.untyped_storage().data_ptr())
             if i is None or tensor.dtype != self.parameters[i].dtype or not tensor.numel():
                 return keep(tensor)

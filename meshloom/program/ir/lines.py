@@ -19,7 +19,11 @@ _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _MOST_LETTERS = 120  # of a line's code in a sentence
-_OF_TORCH = ("/sympy/", "/mpmath/", "/torchinductor")  # it computes symbolic sizes in them, and writes its kernels there
+_OF_TORCH = (
+    "/sympy/",
+    "/mpmath/",
+    "/torchinductor",
+)  # it computes symbolic sizes in them, and writes its kernels there
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
@@ -59,11 +60,13 @@ class _Copy:
         self._start: dict[str, dict[str, Tensor]] = {}  # statistics of norm layers before a forward
         self._noted: dict[str, tuple[Tensor | None, Tensor]] = {}  # gradient before, and what is added to it
         self._added: dict[str, tuple[Tensor | None, Tensor]] = {}  # the same, of those that have it now
+        _COPIES[module] = self
         # before inputs become others
-        module.register_forward_pre_hook(self._bind, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._merge_statistics)
+        module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_after)
 
-    def _bind(self, module: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+    def bind(self, module: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+        """Before a forward."""
         share = bind((args, kwargs))
         self._start = {
             path: _statistics(each) for path, each in module.named_modules() if _has_statistics(each)
@@ -76,7 +79,7 @@ class _Copy:
                     parameter.register_hook(partial(self._note, name, parameter))
                     parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
-    def _merge_statistics(self, module: nn.Module, *_: object) -> None:
+    def merge_statistics(self, module: nn.Module) -> None:
         """Of norm layers: as if one had run all shares in order."""
         norms = {
             path: each for path, each in module.named_modules() if each.training and _has_statistics(each)
@@ -108,6 +111,19 @@ class _Copy:
             for at, each in enumerate(each for each in copies if name in each):
                 before = found[name][0] if at == 0 and name in found else parameter.grad
                 parameter.grad = each[name] if before is None else before + each[name]
+
+
+_COPIES: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
+
+
+def _before(module: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+    if module in _COPIES:
+        _COPIES[module].bind(module, args, kwargs)
+
+
+def _after(module: nn.Module, *_: object) -> None:
+    if module in _COPIES:
+        _COPIES[module].merge_statistics(module)
 
 
 def _has_statistics(module: nn.Module) -> bool:

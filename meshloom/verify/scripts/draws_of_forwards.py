@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from meshloom.verify.reference.observers import CastWatch, generators_now
@@ -29,23 +30,12 @@ class ForwardNotes:
 
     def watch(self, module: nn.Module, precision: torch.dtype) -> None:
         """Note what this module's forwards do from now on."""
-        inside: list[tuple[str, CastWatch]] = []
+        _WATCHED[module] = self, precision, []
+        module.register_forward_pre_hook(_before_noted)
+        module.register_forward_hook(_after_noted, always_call=True)
 
-        def before(*_: object) -> None:
-            watch = CastWatch(precision)
-            inside.append((generators_now(_device(module)), watch))
-            watch.__enter__()
-
-        def after(*_: object) -> None:
-            drawn, watch = inside.pop()
-            watch.__exit__(None, None, None)
-            if torch.is_grad_enabled():
-                self._note(module, watch, drawn != generators_now(_device(module)))
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
-
-    def _note(self, module: nn.Module, watch: CastWatch, drawn: bool) -> None:
+    def note(self, module: nn.Module, watch: CastWatch, drawn: bool) -> None:
+        """After a forward in training."""
         self.draws |= drawn
         self.lowered = sorted({*self.lowered, *(each.dtype for each in watch.casts)})
         norms = [
@@ -54,9 +44,48 @@ class ForwardNotes:
         self.batch_norms = sorted({*self.batch_norms, *norms})
 
 
+# Hooks are functions of this file, so that a file or a copy of a module has them, too. A copy is not watched.
+_WATCHED: weakref.WeakKeyDictionary[
+    nn.Module, tuple[ForwardNotes, torch.dtype, list[tuple[str, CastWatch]]]
+] = weakref.WeakKeyDictionary()
+_FORWARDS = [0]  # in progress, of modules without draws
+
+
+def _before_noted(module: nn.Module, *_: object) -> None:
+    if module in _WATCHED:
+        _, precision, inside = _WATCHED[module]
+        watch = CastWatch(precision)
+        inside.append((generators_now(_device(module)), watch))
+        watch.__enter__()
+
+
+def _after_noted(module: nn.Module, *_: object) -> None:
+    if module in _WATCHED:
+        notes, _, inside = _WATCHED[module]
+        drawn, watch = inside.pop()
+        watch.__exit__(None, None, None)
+        if torch.is_grad_enabled():
+            notes.note(module, watch, drawn != generators_now(_device(module)))
+
+
+def no_draws_within(module: nn.Module) -> None:
+    """In `without_draws`, forwards of this module, and of copies of it, draw nothing."""
+    module.register_forward_pre_hook(_enter, prepend=True)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(*_: object) -> None:
+    _FORWARDS[0] += 1
+
+
+def _leave(*_: object) -> None:
+    _FORWARDS[0] -= 1
+
+
 @contextmanager
-def without_dropout() -> Iterator[None]:
-    """A context in which torch's dropout leaves what it is given, in modules and functions alike."""
+def without_draws() -> Iterator[None]:
+    """A context in which torch's dropout leaves what it is given, in modules and functions alike, and what forwards draw is the same number for each
+    element: half a deviation above the mean of a normal, the middle of an interval, the likelier side, the likeliest places, the lowest integer."""
 
     def leaves(_: Any) -> Any:
         return lambda x=None, *args, **kwargs: kwargs.get("input", x)
@@ -75,13 +104,62 @@ def without_dropout() -> Iterator[None]:
 
         return made
 
+    def fixed(constant: Any) -> Any:
+        def within(draw: Any) -> Any:
+            def drawn(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
+                if _FORWARDS[0]:
+                    return constant(*args, **kwargs)
+                return (
+                    draw(*args, **kwargs) if generator is None else draw(*args, generator=generator, **kwargs)
+                )
+
+            return drawn
+
+        return within
+
     with ExitStack() as stack:
         for owner, name in ((functional, name) for name in _DROPOUT):
             stack.enter_context(replaced(owner, name, leaves))
         stack.enter_context(replaced(torch, "dropout", leaves))
         stack.enter_context(replaced(functional, "scaled_dot_product_attention", attends))
         stack.enter_context(replaced(nn.RNNBase, "__init__", recurrent))
+        for owner, constants in ((torch, _CONSTANTS), (Tensor, _IN_PLACE)):
+            for name, constant in constants.items():
+                stack.enter_context(replaced(owner, name, fixed(constant)))
         yield
+
+
+def _normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    return mean + 0.5 * std if size is None else torch.zeros(size, **kwargs) + (mean + 0.5 * std)
+
+
+def _randint(*args: Any, size: Any = None, low: int = 0, high: int = 0, **kwargs: Any) -> Tensor:
+    *bounds, size = args if size is None else (*args, size)
+    return torch.full(tuple(size), bounds[0] if len(bounds) == 2 else low, **{"dtype": torch.int64, **kwargs})
+
+
+def _likelier(p: Tensor, **_: Any) -> Tensor:
+    return (p >= 0.5).to(p.dtype)
+
+
+_CONSTANTS: dict[str, Any] = {
+    "randn": lambda *size, **kwargs: torch.zeros(*size, **kwargs) + 0.5,
+    "rand": lambda *size, **kwargs: torch.zeros(*size, **kwargs) + 0.5,
+    "randn_like": lambda x, **kwargs: torch.zeros_like(x, **kwargs) + 0.5,
+    "rand_like": lambda x, **kwargs: torch.zeros_like(x, **kwargs) + 0.5,
+    "normal": _normal,
+    "bernoulli": _likelier,
+    "randint": _randint,
+    "randperm": lambda n, **kwargs: torch.arange(n, **kwargs),
+    "multinomial": lambda p, num_samples, *_, **__: p.topk(num_samples).indices,
+}
+_IN_PLACE: dict[str, Any] = {
+    "normal_": lambda x, mean=0.0, std=1.0: x.fill_(mean + 0.5 * std),
+    "uniform_": lambda x, from_=0.0, to=1.0: x.fill_((from_ + to) / 2),
+    "exponential_": lambda x, lambd=1.0: x.fill_(1.0 / lambd),
+    "bernoulli_": lambda x, p=0.5: x.copy_(_likelier(torch.as_tensor(p, dtype=x.dtype, device=x.device))),
+    "random_": lambda x, *_: x.zero_(),
+}
 
 
 def _device(module: nn.Module) -> torch.device:

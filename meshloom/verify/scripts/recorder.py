@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.loops.execution import Execution
 
@@ -181,6 +181,13 @@ def replaced(owner: Any, name: str, replace: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def to_float64(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook of a forward: what it gets. Of this file, not of the script's `__main__`, so that the module can be saved."""
+    return tree_map_only(
+        Tensor, lambda each: each.double() if each.is_floating_point() else each, (args, kwargs)
+    )
 
 
 def _buffers(module: nn.Module, execution: Execution | None) -> Iterator[tuple[str, Tensor]]:

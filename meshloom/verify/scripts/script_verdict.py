@@ -11,15 +11,15 @@ from meshloom.verify.scripts.script_comparison import ScriptComparison
 
 
 def verdict(
-    plan: Plan, whole: ScriptComparison, copies: ScriptComparison | str | None, *, dropout: bool, draws: bool, batch_norms: Sequence[str]
+    plan: Plan, whole: ScriptComparison, copies: ScriptComparison | str | None, *, drew: bool, draws: bool, batch_norms: Sequence[str]
 ) -> list[str]:  # fmt: skip
     """Sentences, the verdict first.
 
     whole: compared with the script by itself. copies: with plain copies; why they were not compared; or None: there was no need to.
-    dropout: whether it dropped. draws: whether a forward draws other than by dropout. batch_norms: names of modules that normalize by
+    drew: whether forwards drew. draws: whether they do otherwise than by torch's functions. batch_norms: names of modules that normalize by
     statistics of their batch.
     """
-    without = "" if dropout else ", with dropout off on both sides"
+    without = "" if drew else ", without draws of forwards on both sides"
     what = f"{format_count(whole.steps, 'backward' if whole.backwards else 'step')}{'' if whole.backwards else ' of an optimizer'}"
     compared = f"{what}, {whole.tensors:,} tensors{without}"
     if whole.first is None:
