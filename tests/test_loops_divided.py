@@ -447,3 +447,18 @@ def test_a_batch_that_is_not_dim_0_and_a_result_without_one() -> None:
     for each, batch, sentence in refused:
         with pytest.raises(CaptureError, match=rf"{sentence}.*batch=.*microbatches=1"):
             on_ranks("pp=2,microbatches=2", seeded(lambda: [Timed()]), each, batch=batch)
+
+
+def test_a_module_that_trains_by_another_method_alone_is_refused() -> None:
+    parsed = Plan.parse("tp=2")
+    with open_world(parsed.mesh, "simulated") as world:
+
+        def of_rank(own: Any) -> None:
+            model = Heads()
+            divided = DividedModule(model, LoopRanks(parsed, world, own))
+            divided.check_complete()
+            model.body(torch.ones(2, 11)).sum().backward()
+            divided.check_complete()
+
+        with pytest.raises(TrainingError, match="divides nothing of it"):
+            world.turns.run([lambda own=own: of_rank(own) for own in world.local])

@@ -410,6 +410,18 @@ class Normed(nn.Module):
         return self.layers(x) + self.layers(2 * x)  # twice in one forward
 
 
+class Keeping(nn.Module):
+    """It keeps what it computed when it was made, and its graph, as torch.nn.utils.weight_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = nn.Linear(4, 5).double(), nn.Linear(5, 3)
+        self.kept = self.one.weight.square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.one(x).tanh())
+
+
 class Graph(nn.Module):
     """A sparse product, whose backward keeps what has no strides."""
 
@@ -422,7 +434,7 @@ class Graph(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("kind", [Recomputed, Recurrent, Attending, Normed, Graph])
+@pytest.mark.parametrize("kind", [Recomputed, Recurrent, Attending, Normed, Keeping, Graph])
 def test_modules_of_many_kinds(kind: type[nn.Module], zero: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

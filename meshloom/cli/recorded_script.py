@@ -100,14 +100,15 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
         stack.enter_context(replaced(meshloom, "parallel", parallel))
         for name in ("mean", "sum", "train_step"):
             stack.enter_context(replaced(meshloom, name, reporting))
-        stack.callback(_write, directory / f"{rank}.json", notes, files)
+        stack.callback(_write, directory / f"{rank}.json", notes, files, recorder)
         seed_script(script_seed())
         with suppress(EnoughStepsError):
             execute(script, words)
 
 
-def _write(path: Path, notes: ForwardNotes, files: ScriptFiles) -> None:
-    path.write_text(json.dumps({**asdict(notes), "files": files.lines}), encoding="utf-8")
+def _write(path: Path, notes: ForwardNotes, files: ScriptFiles, recorder: ScriptRecorder) -> None:
+    told = {**asdict(notes), "files": files.lines, "held": recorder.held()}
+    path.write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

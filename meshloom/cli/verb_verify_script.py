@@ -25,7 +25,7 @@ from meshloom.loops.ranks import check_of_loops
 from meshloom.report.records import Records
 from meshloom.verify.scripts.recorder import RecordedStep, recorded_steps
 from meshloom.verify.scripts.script_comparison import ScriptComparison, compare_scripts
-from meshloom.verify.scripts.script_verdict import verdict
+from meshloom.verify.scripts.script_verdict import held_by_ranks, verdict
 from meshloom.verify.scripts.written_files import written_by_several
 from meshloom.verify.tolerances.of_precision import most_tolerated
 
@@ -84,6 +84,7 @@ def _compared(runs: _Runs, plan: Plan) -> tuple[list[str], int]:
         lines.append(
             f"It computes in {lowest}, so differences of up to {tolerance:.0e} were taken for rounding."
         )
+    lines.append(held_by_ranks(under_plan.held))
     lines += [f"Written or removed by several ranks: {each}." for each in under_plan.shared_files]
     return lines, int(not whole.equal)
 
@@ -93,11 +94,12 @@ class _NotComputedError(Exception):
 
 
 class _Recorded(NamedTuple):
-    """notes: of the main rank. shared_files: that several ranks have written."""
+    """notes: of the main rank. shared_files: that several ranks have written. held: by each rank, shares of parameters and of optimizers' state."""
 
     steps: list[RecordedStep]
     notes: dict[str, Any]
     shared_files: list[str]
+    held: list[tuple[float, float]]
 
 
 class _Runs:
@@ -151,7 +153,7 @@ class _Runs:
             )
         notes = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(plan.mesh.size)]
         files = written_by_several([each["files"] for each in notes])
-        return _Recorded(recorded_steps(directory), notes[0], files)
+        return _Recorded(recorded_steps(directory), notes[0], files, [each["held"] for each in notes])
 
 
 @contextmanager

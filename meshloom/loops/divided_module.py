@@ -110,6 +110,15 @@ class DividedModule(AveragedExecution):
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         return ((name, self._parameters[name]) for name in self._replicated)
 
+    def check_complete(self) -> None:
+        super().check_complete()
+        if self._share.is_whole and any(each.grad is not None for each in self._parameters.values()):
+            name = type(self._module).__name__
+            raise TrainingError(
+                f"The optimizer steps {name}, whose own call has not run in training, so that {self._ranks.plan} divides nothing of it. Call {name} itself, "
+                "or use a plan with dp and zero alone, which run any method."
+            )
+
     def take_notes(self) -> list[str]:
         found, self._notes = self._notes, []
         merged = (each for of_forward in self._statistics.values() for each in of_forward.values())

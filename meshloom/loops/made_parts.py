@@ -24,8 +24,12 @@ def make_part(parameter: nn.Parameter, place: TensorPlace) -> None:
 
 def become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
     """The same object has this data, and is of this class."""
+    assign = cast(Any, Tensor.data).__set__
     with AsPlain():
-        cast(Any, Tensor.data).__set__(parameter, data)
+        # A graph from before has a node of the parameter, with its shape, which torch lets go of where the dtype changes alone.
+        other = torch.bfloat16 if data.dtype != torch.bfloat16 else torch.float32
+        assign(parameter, data.new_empty(0, dtype=other))
+        assign(parameter, data)
         parameter.__class__ = kind
         torch.autograd.graph.increment_version(parameter)
 

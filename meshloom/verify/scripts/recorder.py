@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.loops.execution import Execution
+from meshloom.loops.part_tensor import plain
 
 _TORCH, _MESHLOOM = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
@@ -82,6 +83,14 @@ class ScriptRecorder:
         """Note what the script was told of the global batch."""
         numbers = [each for each in tree_leaves(value) if isinstance(each, Tensor | float | int)]
         self._reports += [_copied(torch.as_tensor(each)) for each in numbers]
+
+    def held(self) -> tuple[float, float]:
+        """The shares of the parameters of all parallel modules, and of the optimizers' state, that this process has."""
+        parameters = {id(each): each for _, each in self._names()}.values()
+        states = [each for one in self._optimizers for of in one.state.values() for each in of.values()]
+        return _share_of(parameters), _share_of(
+            [each for each in states if isinstance(each, Tensor) and each.dim()]
+        )
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not any(each is optimizer for each in self._optimizers):
@@ -181,6 +190,11 @@ def replaced(owner: Any, name: str, replace: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _share_of(tensors: Collection[Tensor]) -> float:
+    whole = sum(each.numel() for each in tensors)
+    return sum(plain(each.detach()).numel() for each in tensors) / whole if whole else 1.0
 
 
 def to_float64(module: nn.Module, args: Any, kwargs: Any) -> Any:

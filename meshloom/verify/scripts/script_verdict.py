@@ -44,6 +44,19 @@ def verdict(
     return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
 
 
+def held_by_ranks(held: Sequence[tuple[float, float]]) -> str:
+    """What ranks have of parameters and of optimizers' state, as shares of the whole.
+
+    >>> held_by_ranks([(0.5, 0.5), (0.5, 0.5)]), held_by_ranks([(0.4, 1.0), (0.6, 1.0)])
+    ("A rank holds 50% of the parameters and 50% of the optimizers' state.", "A rank holds 40% to 60% of the parameters and 100% of the optimizers' state.")
+    """
+    parameters, states = (
+        " to ".join(dict.fromkeys(f"{each:.0%}" for each in (min(of_kind), max(of_kind))))
+        for of_kind in zip(*held, strict=True)
+    )
+    return f"A rank holds {parameters} of the parameters and {states} of the optimizers' state."
+
+
 def named_factor(factor: float, replicas: int) -> str:
     """What a factor of every gradient means.
 
