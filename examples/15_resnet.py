@@ -1,23 +1,27 @@
-"""A ResNet learns handwritten digits with what vision training has: augmentation, mixup, a moving average of the parameters, the
-best checkpoint kept.
+"""A loop of one's own with what vision training has: augmentation, mixup, a moving average of the parameters.
 
-    meshloom train  examples/15_resnet.py --plan dp=2 --out runs/resnet
-    meshloom verify examples/15_resnet.py --plan dp=2,microbatches=2
+    python examples/15_resnet.py                         # one process
+    meshloom run    examples/15_resnet.py --plan dp=2
+    meshloom verify examples/15_resnet.py --plan dp=2
+
+Words of its own stand behind --: `-- --epochs 2 --out resnet.pt`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import meshloom as ml
 
-STEPS = 500
+BATCH = 32
 
 
 class Block(nn.Module):
@@ -47,8 +51,8 @@ def resnet() -> nn.Module:
     )  # fmt: skip
 
 
-class Digits(Dataset[dict[str, Tensor]]):
-    """Scanned digits: x [1, 8, 8] between 0 and 1, y its class. For training they are turned, moved and resized a little, other each time."""
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Scanned digits: [1, 8, 8] between 0 and 1, and a class. For training they are turned, moved and resized a little, other each time."""
 
     def __init__(self, train: bool) -> None:
         digits = load_digits()
@@ -60,53 +64,78 @@ class Digits(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.y)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x = self.x[index]
         if self.train:
             angle, size = 0.15 * torch.randn(()), 1 + 0.1 * torch.randn(())
             turn = size * torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
             where = torch.cat([turn, 0.1 * torch.randn(2, 1)], dim=1)
             x = F.grid_sample(x[None], F.affine_grid(where[None], [1, 1, 8, 8], align_corners=False), align_corners=False)[0]  # fmt: skip
-        return {"x": x, "y": self.y[index]}
+        return x, self.y[index]
 
 
-def mixup(batch: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each image with some of another one (Zhang et al., 2018)."""
+def mixup(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Each image of the batch with some of another one (Zhang et al., 2018)."""
+    x, y = default_collate(samples)
+    others = torch.randperm(len(x))
     share = torch.distributions.Beta(0.2, 0.2).sample()
-    mixed = share * batch["x"] + (1 - share) * others["x"]
-    return {"x": mixed, "y": batch["y"], "other": others["y"], "share": share.expand(len(mixed))}
+    return {
+        "x": share * x + (1 - share) * x[others],
+        "y": y,
+        "other": y[others],
+        "share": share.expand(len(x)),
+    }
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["x"])
+def mixed_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     own, other = (F.cross_entropy(logits, batch[name], reduction="none") for name in ("y", "other"))
     return (batch["share"] * own + (1 - batch["share"]) * other).mean()
 
 
-def accuracy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
+@torch.no_grad()
+def accuracy(model: nn.Module, loader: DataLoader) -> float:
+    model.eval()
+    correct = sum(((model(x).argmax(1) == y).sum() for x, y in loader), torch.tensor(0))
+    return float(ml.sum(correct)) / len(loader.dataset)
 
 
-def scheduler(optimizer: torch.optim.Optimizer):
-    """A warm-up and a cosine, by hand."""
-
-    def set_rates(step: int) -> None:
-        rate = min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * rate
-
-    return set_rates
+def rate(step: int, steps: int) -> float:
+    """A warm-up and a cosine."""
+    return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-job = ml.Job(
-    model=resnet,
-    loss=loss,
-    optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
-    scheduler=scheduler,
-    data=lambda: Digits(train=True),
-    mix=mixup,
-    batch_size=32,
-    steps=STEPS,
-    average=0.98,
-    evaluate=ml.Evaluate(lambda: Digits(train=False), {"accuracy": accuracy}, every=100, best="accuracy:max"),
-)
+def main() -> None:
+    words = argparse.ArgumentParser()
+    words.add_argument("--epochs", type=int, default=11)
+    words.add_argument("--out")
+    given = words.parse_args()
+
+    torch.manual_seed(0)
+    # Partners are of the whole batch, so every replica reads and collates all of it, and keeps its rows: dp times the reading.
+    train = DataLoader(Digits(train=True), BATCH, shuffle=True, drop_last=True, collate_fn=mixup)
+    train = ml.loader(train, collate="whole")
+    held_out = ml.loader(DataLoader(Digits(train=False), 100))
+    model = ml.parallel(resnet())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    steps = given.epochs * len(train)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    for epoch in range(given.epochs):
+        for batch in train:
+            loss = mixed_loss(model(batch["x"]), batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            average.update_parameters(model)
+        last, right = float(ml.mean(loss.detach())), accuracy(average, held_out)
+        if ml.main:
+            print(
+                f"epoch {epoch + 1}  loss of the last batch {last:.4f}  accuracy of the average {right:.3f}"
+            )
+    if given.out:
+        ml.save(average.module.state_dict(), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,10 +12,11 @@ import pytest
 from meshloom.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples/19_own_script.py"  # which holds no job
-EXAMPLES = sorted({*(ROOT / "examples").glob("[0-9]*.py")} - {SCRIPT})
+SCRIPT = ROOT / "examples/19_own_script.py"
+LOOPS = {ROOT / "examples/15_resnet.py", SCRIPT}  # which hold no job
+EXAMPLES = sorted({*(ROOT / "examples").glob("[0-9]*.py")} - LOOPS)
 
-COOKBOOK = ["13_small_gpt", "14_lora", "15_resnet", "16_speech", "17_recommendation", "18_diffusion"]
+COOKBOOK = ["13_small_gpt", "14_lora", "16_speech", "17_recommendation", "18_diffusion"]
 
 alone = pytest.mark.long  # one process that takes one core
 together = pytest.mark.processes
@@ -53,7 +54,6 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
     "12_gan",
     "13_small_gpt",
     "14_lora",
-    "15_resnet",
     "16_speech",
     "18_diffusion",
 )
@@ -183,6 +183,14 @@ def test_a_script_of_its_own_prints_under_a_plan_what_it_prints_by_itself(tmp_pa
     plan = ["--plan", "dp=2", "--devices", "cpu"]
     assert run("-m", "meshloom", "run", str(SCRIPT), *plan, "--", *words, cwd=tmp_path).stdout == alone
     assert (tmp_path / "digits.pt").exists() and alone.count("accuracy") == 2
+
+
+@pytest.mark.slow
+@together
+@pytest.mark.parametrize("example", sorted(LOOPS), ids=lambda path: path.stem)
+def test_loops_are_verified(example: Path, tmp_path: Path):
+    words = ["verify", str(example), "--plan", "dp=2", "--devices", "cpu"]
+    assert "EQUAL" in run("-m", "meshloom", *words, cwd=tmp_path).stdout
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What changes over the steps of a run: frozen parameters, batch sizes, mixed batches, accumulation, schedules by hand. Each is
+"""What changes over the steps of a run: frozen parameters, batch sizes, accumulation, schedules by hand. Each is
 the obvious loop on one device, under every plan."""
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import IterableDataset, default_collate
 
 import meshloom as ml
 from meshloom.checkpoint.checkpoint import find
-from meshloom.core.errors import CheckpointError, DataError, JobError, PlanError
+from meshloom.core.errors import CheckpointError, JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import mix_seed, partner_order, sample_order, seed_everything
+from meshloom.core.random import sample_order
 from meshloom.data.map_data import Batches
 from meshloom.telemetry.progress import Listener
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.long
 
 TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PP = "pp=2,microbatches=2"
-QUICK = {("frozen", "dp=2,zero=1"), ("frozen", TP), ("frozen", PP), ("mixed", "dp=2,zero=1"), ("growing", PP), ("by hand", "dp=2,zero=1")}  # fmt: skip
+QUICK = {("frozen", "dp=2,zero=1"), ("frozen", TP), ("frozen", PP), ("growing", PP), ("by hand", "dp=2,zero=1")}  # fmt: skip
 PLANS = ["dp=2,zero=1", TP, PP, "dp=1", "dp=2", "dp=3,microbatches=2,zero=2", "dp=2,zero=3", f"dp=2,{TP},zero=1", "dp=2,pp=2,offload=optimizer"]  # fmt: skip
 QUIET = Listener(started=str, note=str)
 SEED, STEPS = 0, 6
@@ -110,29 +109,6 @@ def frozen_job(**overrides: Any) -> Job:
     return job(frozen={"first": range(2), "second.bias": range(3, 100)}, **overrides)
 
 
-def mixup(batch: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    share = torch.distributions.Beta(0.4, 0.4).sample()
-    mixed = share * batch["x"] + (1 - share) * others["x"]
-    return {"x": mixed, "y": batch["y"], "other": others["y"], "share": share.expand(len(mixed))}
-
-
-def mixed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["x"])
-    own, other = (F.cross_entropy(logits, batch[name], reduction="none") for name in ("y", "other"))
-    return (batch["share"] * own + (1 - batch["share"]) * other).mean()
-
-
-def mixed_job(**overrides: Any) -> Job:
-    return job(mix=mixup, loss=mixed_loss, **overrides)
-
-
-def mixed_batches() -> Iterator[dict[str, Tensor]]:
-    for step, batch in enumerate(batches(lambda step: 12)):
-        order = partner_order(SEED, step, len(batch["y"]))
-        seed_everything(mix_seed(SEED, step))
-        yield mixup(batch, {name: value[order] for name, value in batch.items()})
-
-
 SIZES = {0: 4, 2: 7, 4: 12}
 
 
@@ -155,7 +131,6 @@ def by_hand_job(**overrides: Any) -> Job:
 
 JOBS: dict[str, tuple[Callable[..., Job], Callable[[Job], dict[str, Tensor]]]] = {
     "frozen": (frozen_job, lambda job: loop(job, batches(lambda step: 12), freeze)),
-    "mixed": (mixed_job, lambda job: loop(job, mixed_batches(), loss=mixed_loss)),
     "growing": (growing_job, lambda job: loop(job, batches(growing))),
     "by hand": (by_hand_job, lambda job: loop(job, batches(lambda step: 12), set_rates)),
 }
@@ -167,7 +142,7 @@ def slow_unless(quick: Collection[tuple[str, str]], plans: Sequence[str]) -> lis
     return [pair if pair in quick else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.covering("frozen-dp=2", "frozen-pp=2", "mixed", "by hand")
+@pytest.mark.covering("frozen-dp=2", "frozen-pp=2", "by hand")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless(QUICK, PLANS))
 @pytest.mark.slow
 def test_a_run_is_the_plain_loop(kind: str, plan: str, tmp_path: Path):
@@ -184,8 +159,7 @@ def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path
     check_equal(trained(make(), "dp=2,zero=1", tmp_path, 2, plan), expected(make()))
 
 
-@pytest.mark.covering("mixed")
-@pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", TP), ("mixed", "dp=2")}, ["dp=2", TP, PP]))
+@pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", TP)}, ["dp=2", TP, PP]))
 @pytest.mark.long
 def test_verify_finds_them_equal(kind: str, plan: str):
     report = verify(JOBS[kind][0](), Plan.parse(plan), devices="simulated")
@@ -206,13 +180,6 @@ def test_verify_of_owners_of_parts_says_nothing_of_what_is_frozen(plan: str):
 def test_verify_sees_a_frozen_parameter_that_is_trained(plan: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshloom.core.losses.frozen.FrozenParameters.at", lambda self, step: set())
     report = verify(frozen_job(), Plan.parse(plan), devices="simulated")
-    assert report is not None and not report.passed
-
-
-@pytest.mark.long
-def test_verify_sees_partners_that_depend_on_the_share(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Batches, "partners", lambda self, step: self.of(step)[1][::-1])
-    report = verify(mixed_job(), Plan.parse("dp=2"), devices="simulated")
     assert report is not None and not report.passed
 
 
@@ -264,10 +231,9 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (data[index] for index in sample_order(SEED, self._epoch, len(data), True))
 
 
-@pytest.mark.parametrize("kind", ["mixed", "growing"])
 @pytest.mark.long
-def test_streams_are_mixed_and_grow_as_well(kind: str, tmp_path: Path):
-    make, expected = JOBS[kind]
+def test_batches_of_streams_grow_as_well(tmp_path: Path):
+    make, expected = JOBS["growing"]
     check_equal(trained(make(data=Stream), "dp=2,microbatches=2", tmp_path), expected(make()))
     report = verify(make(data=Stream), Plan.parse("dp=2"), devices="simulated")
     assert report is not None and report.passed
@@ -333,7 +299,6 @@ def test_mistakes_are_one_sentence():
         ({"batch_sizes": {0: 40}}, r"1 to batch_size=12 each"),
         ({"batch_sizes": {3: 4}}, r"begins with step 3. Give the size from step 0 on"),
         ({"frozen": {"first": 100}}, r"ranges of steps by the name"),
-        ({"mix": 3}, r"Job\(mix=...\) must be a function"),
     ]
     for settings, message in wrong:
         with pytest.raises(JobError, match=message):
@@ -344,12 +309,3 @@ def test_mistakes_are_one_sentence():
         ml.Trainer(job(frozen={"*": range(2, 3)}), listener=QUIET)
     with pytest.raises(PlanError, match=r"Job\(frozen=...\) is for steps that ranks take together"):
         ml.Trainer(frozen_job(), "dp=2,exchange=async", listener=QUIET)
-
-    def broken(batch: Any, others: Any) -> Any:
-        raise ValueError("no such field")
-
-    with (
-        pytest.raises(DataError, match=r"Mixing chunk 0 of step 0 .* ValueError: no such field"),
-        ml.Trainer(job(mix=broken), listener=QUIET) as trainer,
-    ):
-        trainer.fit()

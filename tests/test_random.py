@@ -24,7 +24,6 @@ from meshloom.core.random import (
     derive,
     evaluation_seed,
     model_seed,
-    partner_order,
     preserved_draws,
     python_draws_of,
     sample_order,
@@ -230,11 +229,6 @@ def test_sample_order_is_a_permutation_decided_by_seed_and_epoch():
     assert order != sample_order(3, 2, 100, shuffle=True)
     assert order != sample_order(4, 1, 100, shuffle=True)
     assert sample_order(3, 1, 5, shuffle=False) == [0, 1, 2, 3, 4]
-
-
-def test_every_step_mixes_with_other_partners():
-    first, second = (partner_order(0, step, 64) for step in range(2))
-    assert first != second and sorted(first) == sorted(second) == list(range(64))
 
 
 def test_sample_order_leaves_the_global_generator_alone():

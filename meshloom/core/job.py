@@ -116,8 +116,6 @@ class Job:
     batch_size: samples of one global batch, over all ranks.
     batch_sizes: in place of one size, that from each step on, of at most `batch_size`: {0: 32, 100: 64} is a warm-up
         (docs/over_time.md).
-    mix: of (batch, others), two batches of as many samples as `collate` makes them; returns the batch that is trained on.
-        The partner of each sample is another of the global batch, by a permutation drawn for the step (mixup).
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
     init: how parameters get their values. "stream": as the model function draws them, one after another. "keyed": by each
@@ -184,7 +182,6 @@ class Job:
     data: Callable[[], Any]
     batch_size: int
     batch_sizes: Mapping[int, int] = field(default_factory=dict[int, int])
-    mix: Callable[[Any, Any], Any] | None = None
     steps: int
     seed: int = 0
     init: str = "stream"
@@ -215,7 +212,7 @@ class Job:
         self._take_losses()
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
-            if not callable(value) and not (value is None and name in ("collate", "scheduler", "mix")):
+            if not callable(value) and not (value is None and name in ("collate", "scheduler")):
                 raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
             if not isinstance(value, nn.Module) or name != "model":
                 check_takes(f"Job({name}=...)", value, _TAKES[name], f" Write it like {name}={example}.")
@@ -364,13 +361,12 @@ def _check_modules(setting: str, given: Any, example: str) -> None:
         raise JobError(f"Job({setting}=...) must be names or types of modules, like {setting}={example}.")
 
 
-_TAKES = {**OBJECTIVE_TAKES, "model": (), "data": (), "collate": ("samples",), "mix": ("batch", "others")}
+_TAKES = {**OBJECTIVE_TAKES, "model": (), "data": (), "collate": ("samples",)}
 _EXAMPLES = {
     "model": "lambda: GPT()",
     "loss": "lambda model, batch: cross_entropy(model(batch['x']), batch['y'])",
     "optimizer": "lambda named: torch.optim.AdamW(named)",
     "data": "lambda: MyDataset()",
     "collate": "my_collate",
-    "mix": "lambda batch, others: {**batch, 'x': 0.7 * batch['x'] + 0.3 * others['x'], 'other_y': others['y']}",
     "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, 100)",
 }

@@ -169,17 +169,6 @@ def sample_order(seed: int, epoch: int, num_samples: int, shuffle: bool) -> list
     return torch.randperm(num_samples, generator=generator).tolist()
 
 
-def partner_order(seed: int, step: int, num_samples: int) -> list[int]:
-    """With which sample of its global batch each one is mixed: a permutation determined by (seed, step)."""
-    generator = torch.Generator().manual_seed(derive(seed, "partners", step))
-    return torch.randperm(num_samples, generator=generator).tolist()
-
-
-def mix_seed(seed: int, step: int) -> int:
-    """The seed of what mixing a batch draws, the same in all of its chunks."""
-    return derive(seed, "mix", step)
-
-
 @contextmanager
 def preserved_draws() -> Iterator[None]:
     """Restore the CPU generators of torch, `random` and numpy at the end of the context."""

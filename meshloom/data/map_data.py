@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import partner_order, sample_order, sample_seed
+from meshloom.core.random import sample_order, sample_seed
 from meshloom.data.chunks import Chunk, Reader, share_of, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.data.reading import Collation, ReadFailure, seed_draws
@@ -27,13 +27,12 @@ EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
 class ReadRequest(NamedTuple):
-    """Samples `indices` of the dataset, as chunk `chunk` of `step`. partners: those that they are mixed with; None: none."""
+    """Samples `indices` of the dataset, as chunk `chunk` of `step`."""
 
     step: int
     chunk: int
     epoch: int
     indices: list[int]
-    partners: list[int] | None = None
 
 
 class ChunkSource(Dataset[Any]):
@@ -45,21 +44,19 @@ class ChunkSource(Dataset[Any]):
         self._collate, self._generators = Collation(job), DatasetGenerators(dataset)
 
     def __getitem__(self, request: ReadRequest) -> Any:
-        samples: dict[int, Any] = {}
+        samples: list[Any] = []
         if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(request.epoch)
-        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
+        for index in request.indices:
             seed = sample_seed(self._seed, request.epoch, index)
             seed_draws(seed)
             if self._generators.names:
                 self._generators.seed(seed)
             try:
-                samples[index] = self._dataset[index]
+                samples.append(self._dataset[index])
             except Exception as error:
                 return ReadFailure.of(f"Reading sample {index} (step {request.step})", error)
-        partners = None if request.partners is None else [samples[index] for index in request.partners]
-        own = [samples[index] for index in request.indices]
-        return self._collate(own, request.step, request.chunk, request.indices, partners)
+        return self._collate(samples, request.step, request.chunk, request.indices)
 
 
 @dataclass(frozen=True)
@@ -125,13 +122,6 @@ class Batches:
             self._order = epoch, sample_order(self._job.seed, epoch, self._num_samples, self._job.shuffle)
         return epoch, self._order[1][start : start + size]
 
-    def partners(self, step: int) -> list[int] | None:
-        """The indices of what each sample of the batch is mixed with; None: nothing is."""
-        if self._job.mix is None:
-            return None
-        _, indices = self.of(step)
-        return [indices[each] for each in partner_order(self._job.seed, step, len(indices))]
-
     def _place(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step's batch, where it begins in it, and the size of batches."""
         last = next(each for each in reversed(self._stretches) if each.step <= step)
@@ -159,7 +149,7 @@ class MapReader(Reader):
         self._num_samples = num_samples
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
-        self._mixes, self._measures = job.mix is not None, plan.shares == "measured"
+        self._measures = plan.shares == "measured"
         # of batches of a size, under some shares: the number, place and size of each of this replica's chunks
         self._cuts: dict[Any, list[tuple[int, slice, int]]] = {}
         self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
@@ -199,11 +189,9 @@ class MapReader(Reader):
         """The chunks to read from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
-            partners = self._batches.partners(step) if self._mixes else None
             for index, own, samples in self._cut(step, len(indices)):
                 if samples:
-                    others = None if partners is None else partners[own]
-                    yield ReadRequest(step, index, epoch, indices[own], others)
+                    yield ReadRequest(step, index, epoch, indices[own])
 
     def _cut(self, step: int, num_samples: int) -> list[tuple[int, slice, int]]:
         shares = self._shares.of(step) if self._measures else ()

@@ -22,8 +22,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.modules.packages import is_of_package
-from meshloom.core.modules.sample_copies import copied_samples
-from meshloom.core.random import derive, draws_of, mix_seed
+from meshloom.core.random import derive, draws_of
 
 
 def seed_draws(value: int) -> None:
@@ -75,46 +74,26 @@ _NOT_USERS = (
 
 
 class Collation:
-    """The job's `collate` under a seed of each chunk, and its `mix` under one of each batch, with described failures."""
+    """The job's `collate` under a seed of each chunk, with described failures."""
 
     def __init__(self, job: Job) -> None:
         self._collate: Callable[[list[Any]], Any] = job.collate or default_collate
-        self._mix, self._may_change = job.mix, job.collate is not None
         self._seed = job.seed
         self._unsent = job.num_workers > 0  # nothing was seen to be picklable yet
 
-    def __call__(
-        self,
-        samples: list[Any],
-        step: int,
-        index: int,
-        names: Iterable[object],
-        partners: list[Any] | None = None,
-    ) -> Any:
-        """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`. partners: what each is
-        mixed with; None: nothing is."""
-        doing = "Collating"
+    def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
+        """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`."""
         try:
-            if partners is not None and self._may_change:
-                partners = copied_samples(partners)  # a sample may be another's partner, too
-            data = self._collated(samples, step, index)
-            if partners is not None and self._mix is not None:
-                others = self._collated(partners, step, index)
-                doing = "Mixing"
-                seed_draws(mix_seed(self._seed, step))
-                data = self._mix(data, others)
+            seed_draws(derive(self._seed, "collate", step, index))
+            data = self._collate(samples)
             if self._unsent and get_worker_info() is not None:
                 # once for each worker process: its parent would wait for ever for what cannot be pickled
                 pickle.dumps(data)
                 self._unsent = False
         except Exception as error:
-            what = f"{doing} chunk {index} of step {step} (samples {', '.join(map(str, names))})"
+            what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
             return ReadFailure.of(what, error)
         return data
-
-    def _collated(self, samples: list[Any], step: int, index: int) -> Any:
-        seed_draws(derive(self._seed, "collate", step, index))
-        return self._collate(samples)
 
 
 def read_here(source: Dataset[Any], requests: Iterable[Any] | None) -> Generator[Any, None, None]:

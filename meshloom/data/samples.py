@@ -16,7 +16,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.job_data import build_dataset, is_iterable
 from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import Collation, ReadFailure
-from meshloom.data.stream_data import partners_of, stream_batches
+from meshloom.data.stream_data import stream_batches
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def some_samples(
     The data is built for this, of a stream for each reading, and read in this process; generators are restored. None: `build` returns
     the same iterator each time, which can be read only once. Raises as `is_iterable` does. where: what builds it.
     """
-    alone = replace(job, batch_size=1, batch_sizes={}, drop_last=False, mix=None, collate=_one)
+    alone = replace(job, batch_size=1, batch_sizes={}, drop_last=False, collate=_one)
     dataset = build_dataset(build, job.seed)
     with preserved_draws():
         if not is_iterable(dataset, where):
@@ -114,9 +114,7 @@ def _from_map(dataset: Any, job: Job, size: int) -> Iterator[Any]:
     source = ChunkSource(dataset, job)
     for step in count():
         epoch, indices = batches.of(step)
-        partners = batches.partners(step)
-        again = None if partners is None else _repeated(partners, size)
-        yield source[ReadRequest(step, 0, epoch, _repeated(indices, size), again)]
+        yield source[ReadRequest(step, 0, epoch, _repeated(indices, size))]
 
 
 def _from_stream(dataset: Any, job: Job, size: int) -> Iterator[Any]:
@@ -135,7 +133,7 @@ def _from_stream(dataset: Any, job: Job, size: int) -> Iterator[Any]:
         was_full = len(batch) == size
         if not is_rest:
             names, samples = zip(*_repeated(batch, size), strict=True)
-            yield collate(list(samples), step, 0, names, partners_of(job, step, samples))
+            yield collate(list(samples), step, 0, names)
             step += 1
 
 

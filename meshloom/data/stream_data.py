@@ -10,7 +10,7 @@ sample under its own seed, since a stream has no other notion of position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshloom.comm.objects import scatter_objects
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import derive, partner_order, sample_seed
+from meshloom.core.random import derive, sample_seed
 from meshloom.data.chunks import Chunk, Reader, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.data.reading import Collation, ReadFailure, seed_draws
@@ -48,23 +48,14 @@ class StepSource(IterableDataset[Any]):
                 yield batch
                 return
             chunks: list[Chunk] = []
-            partners = partners_of(self._job, step, [sample for _, sample in batch])
             for cut in split_batch(len(batch), self._plan, self._shares.of(step)):
                 names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
-                others = None if partners is None else partners[cut.start : cut.stop]
-                data = self._collate(list(samples), step, cut.index, names, others) if cut.samples else None
+                data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
                 if isinstance(data, ReadFailure):
                     yield data
                     return
                 chunks.append(Chunk(step, len(batch), cut.index, cut.samples, data))
             yield chunks
-
-
-def partners_of(job: Job, step: int, samples: Sequence[Any]) -> list[Any] | None:
-    """What each sample of the batch of `step` is mixed with; None: nothing is."""
-    if job.mix is None:
-        return None
-    return [samples[each] for each in partner_order(job.seed, step, len(samples))]
 
 
 def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailure]:

@@ -56,7 +56,6 @@ def samples() -> dict[str, str]:
         "another seed": replace(base, seed=7),
         "drop_last": replace(base, drop_last=True),
         "growing": replace(base, batch_sizes={0: 2, 3: 8}),
-        "mixed": replace(base, mix=lambda batch, others: batch),
     }
     found: dict[str, str] = {}
     for name, job in jobs.items():
@@ -64,9 +63,6 @@ def samples() -> dict[str, str]:
         for step in range(7):
             epoch, indices = batches.of(step)
             found[f"{name}, 21 samples, step {step}"] = f"epoch {epoch}: {' '.join(map(str, indices))}"
-            partners = batches.partners(step)
-            if partners is not None:
-                found[f"{name}, 21 samples, step {step}, mixed with"] = " ".join(map(str, partners))
     return found
 
 
@@ -87,7 +83,6 @@ def seeds() -> dict[str, str]:
             for draw in range(3):
                 of_chunk = keys.derive(of_chunk, "next")
                 found[f"keyed draw {draw} of chunk_seed({seed}, {step}, {chunk})"] = of_chunk
-        found[f"mix_seed({seed}, 3)"] = keys.mix_seed(seed, 3)
     return {name: str(value) for name, value in found.items()}
 
 

@@ -152,20 +152,9 @@ class Told(Samples):
 
 
 def growing() -> Job:
-    """Samples are mixed with others, and batches grow."""
-
-    def mix(batch: Any, others: Any) -> Any:
-        share = torch.rand(()) * 0.5
-        mixed = (1 - share) * batch["x"] + share * others["x"]
-        return {"x": mixed, "y": batch["y"], "other": others["y"], "share": share.expand(len(mixed))}
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch["x"])
-        own, other = (F.cross_entropy(logits, batch[each], reduction="none") for each in ("y", "other"))
-        return ((1 - batch["share"]) * own + batch["share"] * other).mean()
-
+    """Batches grow."""
     data = Told(**vectors(26).fields)
-    return small("mlp", "sgd", loss=loss, data=lambda: data, mix=mix, batch_sizes={0: 6, 7: 10})
+    return small("mlp", "sgd", data=lambda: data, batch_sizes={0: 6, 7: 10})
 
 
 class Turning(IterableDataset[Any]):

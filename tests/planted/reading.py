@@ -8,7 +8,7 @@ from typing import Any
 
 import meshloom.data.map_data
 import meshloom.data.stream_data
-from meshloom.data.map_data import Batches, ChunkSource, MapReader
+from meshloom.data.map_data import Batches, ChunkSource
 from tests.planted.bugs import Patch, bug, wrap
 
 
@@ -30,18 +30,6 @@ class Telling:
         samples = iter(self._dataset)
         self._dataset.set_epoch(self._told)
         return samples
-
-
-@bug("fifth/partners_of_first_chunk", "growing", "dp=2,microbatches=2", quick=True)
-def partners_of_first_chunk(patch: Patch) -> None:
-    """Every chunk is mixed with the partners of the batch's first samples."""
-
-    def requests(right: Any, self: MapReader, start_step: int) -> Iterator[Any]:
-        for each in right(self, start_step):
-            partners = self._batches.partners(each.step)
-            yield each if partners is None else each._replace(partners=partners[: len(each.indices)])
-
-    wrap(patch, MapReader, "_requests", requests)
 
 
 @bug("fifth/position_where_size_changes", "growing", "dp=2", phase="step 7")

@@ -22,7 +22,7 @@ from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
+from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.masters import ReferenceScale
@@ -167,19 +167,10 @@ class ChunkRun:
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
-        """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
-        chunk, or what else its draws are seeded by."""
+        """The batch of a chunk. place: the step and the chunk, or what else its draws are seeded by."""
         with preserved_draws():
-            if self._job.mix is None:
-                return self._collated(samples, *place)
-            own, partners = zip(*samples, strict=True)
-            batch, others = (self._collated(each, *place) for each in (own, partners))
-            seed_everything(mix_seed(self._job.seed, place[0]))
-            return self._job.mix(batch, others)
-
-    def _collated(self, samples: Sequence[Any], *place: int) -> Any:
-        seed_everything(derive(self._job.seed, "collate", *place))
-        return collated(self._job, samples)
+            seed_everything(derive(self._job.seed, "collate", *place))
+            return collated(self._job, samples)
 
 
 def collated(job: Job, samples: Sequence[Any]) -> Any:

@@ -16,14 +16,7 @@ from torch.utils.data import IterableDataset
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.modules.held_generators import Generator, held_generators
-from meshloom.core.random import (
-    derive,
-    partner_order,
-    preserved_draws,
-    sample_order,
-    sample_seed,
-    seed_everything,
-)
+from meshloom.core.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
 
 
 def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
@@ -84,10 +77,9 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
             if passed > first:
                 if hasattr(dataset, "set_epoch"):
                     dataset.set_epoch(epoch)
-                batch = [
+                yield [
                     _read(job, held, epoch, index, lambda index=index: dataset[index]) for index in indices
                 ]
-                yield _paired(job, passed - 1, batch)
 
 
 def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
@@ -97,10 +89,10 @@ def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
         for sample in _stream(job, dataset, epoch):
             batch.append(sample)
             if len(batch) == size_of_step(job, passed):
-                yield _paired(job, passed, batch)
+                yield batch
                 passed, batch = passed + 1, []
         if batch and not job.drop_last:
-            yield _paired(job, passed, batch)
+            yield batch
             passed += 1
         elif passed == first:
             raise DataError(
@@ -114,15 +106,6 @@ def size_of_step(job: Job, step: int) -> int:
     for first in sorted(job.batch_sizes):
         size = job.batch_sizes[first] if first <= step else size
     return size
-
-
-def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
-    """With a job that mixes, (sample, partner) in place of each sample."""
-    if job.mix is None:
-        return batch
-    order = partner_order(job.seed, step, len(batch))
-    assert sorted(order) == list(range(len(batch))), "partners must be a permutation, see above"
-    return [(sample, batch[other]) for sample, other in zip(batch, order, strict=True)]
 
 
 def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
