@@ -74,7 +74,6 @@ job = ml.Job(
     clip_grad_norm=1.0,
     data=Bytes,
     batch_size=24,
-    batch_sizes={0: 8, 100: 16, 200: 24},
     steps=STEPS,
     evaluate=ml.Evaluate(lambda: Bytes(held_out=True), {"nats per byte": loss}, every=500),
     tokens_per_sample=LENGTH,

@@ -1,10 +1,9 @@
-"""What changes over the steps of a run: frozen parameters, batch sizes, accumulation, schedules by hand. Each is
+"""What changes over the steps of a run: frozen parameters, accumulation, schedules by hand. Each is
 the obvious loop on one device, under every plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch.utils.data import IterableDataset, default_collate
 
 import meshloom as ml
 from meshloom.checkpoint.checkpoint import find
-from meshloom.core.errors import CheckpointError, JobError, PlanError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order
-from meshloom.data.map_data import Batches
 from meshloom.telemetry.progress import Listener
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.run import verify
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.long
 
 TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PP = "pp=2,microbatches=2"
-QUICK = {("frozen", "dp=2,zero=1"), ("frozen", TP), ("frozen", PP), ("growing", PP), ("by hand", "dp=2,zero=1")}  # fmt: skip
+QUICK = {("frozen", "dp=2,zero=1"), ("frozen", TP), ("frozen", PP), ("by hand", "dp=2,zero=1")}  # fmt: skip
 PLANS = ["dp=2,zero=1", TP, PP, "dp=1", "dp=2", "dp=3,microbatches=2,zero=2", "dp=2,zero=3", f"dp=2,{TP},zero=1", "dp=2,pp=2,offload=optimizer"]  # fmt: skip
 QUIET = Listener(started=str, note=str)
 SEED, STEPS = 0, 6
@@ -109,17 +107,6 @@ def frozen_job(**overrides: Any) -> Job:
     return job(frozen={"first": range(2), "second.bias": range(3, 100)}, **overrides)
 
 
-SIZES = {0: 4, 2: 7, 4: 12}
-
-
-def growing(step: int) -> int:
-    return 4 if step < 2 else 7 if step < 4 else 12
-
-
-def growing_job(**overrides: Any) -> Job:
-    return job(batch_sizes=SIZES, **overrides)
-
-
 def set_rates(step: int, model: nn.Module, optimizer: Any) -> None:
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.02 * (step + 1), 0.1 * step
@@ -131,7 +118,6 @@ def by_hand_job(**overrides: Any) -> Job:
 
 JOBS: dict[str, tuple[Callable[..., Job], Callable[[Job], dict[str, Tensor]]]] = {
     "frozen": (frozen_job, lambda job: loop(job, batches(lambda step: 12), freeze)),
-    "growing": (growing_job, lambda job: loop(job, batches(growing))),
     "by hand": (by_hand_job, lambda job: loop(job, batches(lambda step: 12), set_rates)),
 }
 
@@ -151,7 +137,7 @@ def test_a_run_is_the_plain_loop(kind: str, plan: str, tmp_path: Path):
 
 
 @pytest.mark.covering("frozen")
-@pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", PP), ("growing", PP)}, [PP]))
+@pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", PP)}, [PP]))
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path: Path):
     """In the middle of what changes: the first layer has no optimizer state yet, the batch has its second size."""
@@ -205,18 +191,6 @@ def test_a_frozen_parameter_is_not_touched_and_has_no_state(tmp_path: Path):
             assert not torch.equal(before["second.weight"], replica.model.state_dict()["second.weight"])
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_batches_of_growing_sizes_take_up_every_epoch(drop_last: bool):
-    sizes = {0: 3, 4: 8, 9: 5, 31: 30}
-    found = Batches(job(batch_size=30, batch_sizes=sizes, drop_last=drop_last), 30)
-    expected = batches(lambda step: sizes[max(each for each in sizes if each <= step)], drop_last=drop_last)
-    data = vectors()
-    for step in range(40):
-        _, indices = found.of(step)
-        assert torch.equal(default_collate([data[index] for index in indices])["x"], next(expected)["x"])
-        assert found.size(step) == len(indices)
-
-
 class Stream(IterableDataset[dict[str, Tensor]]):
     """The vectors, in the order of each epoch."""
 
@@ -231,20 +205,10 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (data[index] for index in sample_order(SEED, self._epoch, len(data), True))
 
 
-@pytest.mark.long
-def test_batches_of_streams_grow_as_well(tmp_path: Path):
-    make, expected = JOBS["growing"]
-    check_equal(trained(make(data=Stream), "dp=2,microbatches=2", tmp_path), expected(make()))
-    report = verify(make(data=Stream), Plan.parse("dp=2"), devices="simulated")
-    assert report is not None and report.passed
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_of_a_stream_ends_where_its_growing_batches_do(drop_last: bool) -> None:
-    """30 samples in batches of 3, 3, 12, 12, and no more: not three batches of 12."""
-    made = job(data=Stream, batch_sizes={0: 3, 2: 12}, drop_last=drop_last)
-    assert batches_of_first_epoch(made, 100, 60.0) == 4
-    assert batches_of_first_epoch(replace(made, batch_sizes={}), 100, 60.0) == (2 if drop_last else 3)
+def test_an_epoch_of_a_stream_ends_where_its_batches_do(drop_last: bool) -> None:
+    made = job(data=Stream, drop_last=drop_last)
+    assert batches_of_first_epoch(made, 100, 60.0) == (2 if drop_last else 3)
     assert batches_of_first_epoch(made, 20, 60.0) is None
 
 
@@ -282,22 +246,8 @@ def test_several_losses_freeze_their_parameters(tmp_path: Path):
         ml.Trainer(Job(losses=losses, frozen={"first": range(1, 2)}, **rest), listener=QUIET)
 
 
-def test_another_warm_up_does_not_go_on_with_a_checkpoint(tmp_path: Path):
-    with ml.Trainer(growing_job(), steps=3, out=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
-    later = {0: 4, 2: 7, 5: 12}  # equal so far
-    with ml.Trainer(job(batch_sizes=later), out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
-        assert trainer.next_step == 3
-    with pytest.raises(CheckpointError, match="batch_sizes"):
-        ml.Trainer(job(batch_sizes={0: 4, 1: 7}), out=tmp_path, resume=tmp_path, listener=QUIET)
-    with pytest.raises(CheckpointError, match="batch_sizes"):
-        ml.Trainer(job(), out=tmp_path, resume=tmp_path, listener=QUIET)
-
-
 def test_mistakes_are_one_sentence():
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"batch_sizes": {0: 40}}, r"1 to batch_size=12 each"),
-        ({"batch_sizes": {3: 4}}, r"begins with step 3. Give the size from step 0 on"),
         ({"frozen": {"first": 100}}, r"ranges of steps by the name"),
     ]
     for settings, message in wrong:

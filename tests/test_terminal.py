@@ -10,13 +10,10 @@ from contextlib import redirect_stdout
 import pytest
 from rich.console import Console
 
-from meshloom.core.plan import Plan
-from meshloom.report.records import RunStart
 from meshloom.report.terminal import LongPhases, Terminal, progress_text
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
-from tests.jobs import make_job
 
 
 def _terminal() -> tuple[Terminal, io.StringIO]:
@@ -130,24 +127,6 @@ def test_what_is_done_for_a_plan_is_named_after_it(monkeypatch: pytest.MonkeyPat
         stream.there.clear()
         stream.wait_for("tp=2 (")
         assert stream.there.wait(20)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({}, "batches of 12 samples over"),
-        ({0: 12}, "batches of 12 samples over"),
-        ({0: 2, 1: 6, 5: 12}, "batches of 2 samples, 6 from step 2 on, 12 from step 6 on over"),
-        ({0: 1, 1: 2, 2: 3, 3: 6, 4: 12}, "batches of 1 to 12 samples over"),
-    ],
-)
-def test_the_start_of_a_run_tells_the_sizes_of_its_batches(sizes: dict[int, int], said: str) -> None:
-    terminal, stream = _terminal()
-    job = make_job("mlp", "adamw", batch_sizes=sizes)
-    RunStart(
-        job=job, plan=Plan(), model="MLP", parameters=3, steps=7, step=0, devices="cpu", why=""
-    ).announce(terminal)
-    assert said in stream.getvalue()
 
 
 def test_what_a_program_prints_may_be_left_to_where_it_goes(monkeypatch: pytest.MonkeyPatch):

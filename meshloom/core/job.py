@@ -114,8 +114,6 @@ class Job:
         of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
     data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset; its `set_epoch(epoch)` is called, if it has one.
     batch_size: samples of one global batch, over all ranks.
-    batch_sizes: in place of one size, that from each step on, of at most `batch_size`: {0: 32, 100: 64} is a warm-up
-        (docs/over_time.md).
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
     init: how parameters get their values. "stream": as the model function draws them, one after another. "keyed": by each
@@ -181,7 +179,6 @@ class Job:
     losses: Mapping[str, Objective] = field(default_factory=dict[str, Objective])
     data: Callable[[], Any]
     batch_size: int
-    batch_sizes: Mapping[int, int] = field(default_factory=dict[int, int])
     steps: int
     seed: int = 0
     init: str = "stream"
@@ -266,20 +263,10 @@ class Job:
                 'Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.'
             )
 
-    def batch_size_at(self, step: int) -> int:
-        """Samples of the batch of a step; the last one of an epoch may have fewer."""
-        first = max((each for each in self.batch_sizes if each <= step), default=None)
-        return self.batch_size if first is None else self.batch_sizes[first]
-
     @property
     def evaluation_batch_size(self) -> int:
         """Samples of a batch of an evaluation; the last one may have fewer."""
         return (self.evaluate and self.evaluate.batch_size) or self.batch_size
-
-    def batch_sizes_before(self, step: int) -> list[list[int]]:
-        """[first step, samples of a batch from it on] of the steps before `step`."""
-        sizes = self.batch_sizes or {0: self.batch_size}
-        return [[first, sizes[first]] for first in sorted(sizes) if first < max(step, 1)]
 
     def _take_losses(self) -> None:
         losses, own = self.losses, (self.loss, self.optimizer)
@@ -312,16 +299,6 @@ class Job:
 
 
 def _check_over_time(job: Job) -> None:
-    sizes = job.batch_sizes
-    if not isinstance(sizes, Mapping) or not all(
-        is_count(step, 0) and is_count(size, 1) and size <= job.batch_size for step, size in sizes.items()
-    ):
-        raise JobError(
-            f"Job(batch_sizes={sizes!r}) must be samples by the step from which on they are a batch, 1 to batch_size={job.batch_size} each, "
-            f"like batch_sizes={{0: {max(1, job.batch_size // 4)}, 100: {job.batch_size}}}."
-        )
-    if sizes and 0 not in sizes:
-        raise JobError(f"Job(batch_sizes=...) begins with step {min(sizes)}. Give the size from step 0 on.")
     if not isinstance(job.frozen, Mapping) or not all(
         isinstance(name, str) and isinstance(steps, range) for name, steps in job.frozen.items()
     ):

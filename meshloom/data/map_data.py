@@ -8,7 +8,6 @@ the epoch before its samples are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -59,21 +58,10 @@ class ChunkSource(Dataset[Any]):
         return self._collate(samples, request.step, request.chunk, request.indices)
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Batches of one size: the first step, and where its batch begins in its epoch."""
-
-    step: int
-    epoch: int
-    start: int
-    size: int
-
-
 class Batches:
     """The global batch of each step, as indices of a dataset. Raises `DataError` if an epoch has no batch.
 
-    An epoch's order is cut into one batch after another, of the size of each step; what is left at its end is a short batch, or
-    dropped.
+    An epoch's order is cut into one batch after another; what is left at its end is a short batch, or dropped. per_epoch: steps of one.
     """
 
     def __init__(self, job: Job, num_samples: int) -> None:
@@ -87,55 +75,21 @@ class Batches:
                 f"Use batch_size={num_samples} or less, or drop_last=False."
             )
         self._order: tuple[int, list[int]] = (-1, [])
-        self._stretches: list[_Stretch] = []
-        for step in sorted(job.batch_sizes) or [0]:
-            epoch, start, size = self._place(step - 1) if self._stretches else (0, 0, 0)
-            start = min(start + size, num_samples)
-            self._stretches.append(_Stretch(step, epoch, start, job.batch_size_at(step)))
-
-    @property
-    def per_epoch(self) -> int:
-        """Steps of the first epoch; with batches of one size, of each."""
-        step = 0
-        while self._place(step)[0] == 0:
-            step = self.last_of_epoch(step) + 1
-        return step
-
-    def last_of_epoch(self, step: int) -> int:
-        """The last step of the epoch of `step`, with the batch size of that step."""
-        _, start, size = self._place(step)
-        return step + self._count(start, size) - 1
-
-    def changes(self) -> list[int]:
-        """The steps from which on batches have another size, and step 0."""
-        return [each.step for each in self._stretches]
+        full, rest = divmod(num_samples, job.batch_size)
+        self.per_epoch = full + (1 if rest and not job.drop_last else 0)
 
     def size(self, step: int) -> int:
         """Samples of the batch of `step`; the last batch of an epoch may be short."""
-        _, start, size = self._place(step)
-        return min(size, self._num_samples - start)
+        size = self._job.batch_size
+        return min(size, self._num_samples - step % self.per_epoch * size)
 
     def of(self, step: int) -> tuple[int, list[int]]:
         """The epoch of `step`, and the indices of its batch in order."""
-        epoch, start, size = self._place(step)
+        epoch, number = divmod(step, self.per_epoch)
         if self._order[0] != epoch:
             self._order = epoch, sample_order(self._job.seed, epoch, self._num_samples, self._job.shuffle)
-        return epoch, self._order[1][start : start + size]
-
-    def _place(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step's batch, where it begins in it, and the size of batches."""
-        last = next(each for each in reversed(self._stretches) if each.step <= step)
-        number, size = step - last.step, last.size
-        in_first = self._count(last.start, size)
-        if number < in_first:
-            return last.epoch, last.start + number * size, size
-        epochs, position = divmod(number - in_first, self._count(0, size))
-        return last.epoch + 1 + epochs, position * size, size
-
-    def _count(self, start: int, size: int) -> int:
-        """Batches from `start` to the end of an epoch."""
-        full, rest = divmod(self._num_samples - start, size)
-        return full + (1 if rest and not self._job.drop_last else 0)
+        start = number * self._job.batch_size
+        return epoch, self._order[1][start : start + self._job.batch_size]
 
 
 class MapReader(Reader):
@@ -153,11 +107,10 @@ class MapReader(Reader):
         # of batches of a size, under some shares: the number, place and size of each of this replica's chunks
         self._cuts: dict[Any, list[tuple[int, slice, int]]] = {}
         self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
-        for step in {start_step, *(each for each in self._batches.changes() if each > start_step)}:
-            # the first batch of each size, and the last one of its epoch, which may be short
-            for each in (step, self._batches.last_of_epoch(step)):
-                if each < stop_step:
-                    plan.check_batch(self._batches.size(each))
+        last = (start_step // self._batches.per_epoch + 1) * self._batches.per_epoch - 1
+        for each in (start_step, last):  # the last batch of an epoch may be short
+            if each < stop_step:
+                plan.check_batch(self._batches.size(each))
         self._seek(start_step)
 
     @property

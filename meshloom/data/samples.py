@@ -63,7 +63,7 @@ def some_samples(
     The data is built for this, of a stream for each reading, and read in this process; generators are restored. None: `build` returns
     the same iterator each time, which can be read only once. Raises as `is_iterable` does. where: what builds it.
     """
-    alone = replace(job, batch_size=1, batch_sizes={}, drop_last=False, collate=_one)
+    alone = replace(job, batch_size=1, drop_last=False, collate=_one)
     dataset = build_dataset(build, job.seed)
     with preserved_draws():
         if not is_iterable(dataset, where):
@@ -109,7 +109,7 @@ def _reads_once(dataset: Any) -> bool:
 def _from_map(dataset: Any, job: Job, size: int) -> Iterator[Any]:
     num_samples = len(dataset)
     Batches(job, num_samples)  # raises what training would
-    full_batches = replace(job, batch_size=min(size, num_samples), batch_sizes={}, drop_last=True)
+    full_batches = replace(job, batch_size=min(size, num_samples), drop_last=True)
     batches = Batches(full_batches, num_samples)
     source = ChunkSource(dataset, job)
     for step in count():
@@ -125,7 +125,7 @@ def _from_stream(dataset: Any, job: Job, size: int) -> Iterator[Any]:
         )
     collate = Collation(job)
     step, was_full = 0, False
-    for batch in stream_batches(dataset, replace(job, batch_size=size, batch_sizes={})):
+    for batch in stream_batches(dataset, replace(job, batch_size=size)):
         if isinstance(batch, ReadFailure):
             yield batch
             return

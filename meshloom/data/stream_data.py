@@ -86,7 +86,7 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
                 yield ReadFailure.of(f"Reading sample {position} of epoch {epoch} of the stream", error)
                 return
             position += 1
-            if len(batch) == job.batch_size_at(step):
+            if len(batch) == job.batch_size:
                 yield batch
                 batch, step = [], step + 1
         if batch and not job.drop_last:
@@ -134,8 +134,7 @@ class StreamReader(Reader):
                 f"num_workers={job.num_workers} splits batches of an iterable dataset ahead of time, in a process that does not know new shares. "
                 "Use num_workers=0, a map-style dataset, or a plan without shares=measured."
             )
-        for size in {job.batch_size, *job.batch_sizes.values()}:
-            plan.check_batch(size)
+        plan.check_batch(job.batch_size)
         self._dataset = dataset if group.rank == 0 else None
         self._job, self._plan, self._shares, self._group = job, plan, shares, group
         self._stop_step = stop_step

@@ -19,8 +19,6 @@ from meshloom.telemetry.progress import Listener, Progress, all_of
 from meshloom.telemetry.run_log import summary_values
 from meshloom.telemetry.summary import Summary
 
-MOST_SIZES = 3  # changes of the batch size that a line names
-
 
 class Records:
     """JSON lines, one per event, or nothing. The file is created by the first line, so only the reporting
@@ -67,7 +65,7 @@ class RunStart:
 
     def announce(self, terminal: Terminal) -> None:
         """A line for people."""
-        plan, samples = self.plan, _samples(self.job)
+        plan, samples = self.plan, format_count(self.job.batch_size, "sample")
         per_replica = f"{format_count(plan.dp, 'replica' if plan.synchronous else 'worker')} x {format_count(plan.microbatches, 'chunk')}"
         start = f", from step {self.step}" if self.step else ""
         terminal.start(
@@ -80,17 +78,7 @@ class RunStart:
         records.write(
             "start", plan=str(self.plan), devices=self.devices, why=self.why, model=self.model, parameters=self.parameters,
             batch_size=self.job.batch_size, steps=self.steps, step=self.step, digest=self.digest,
-            **({"batch_sizes": {str(step): size for step, size in sorted(self.job.batch_sizes.items())}} if self.job.batch_sizes else {}),
         )  # fmt: skip
-
-
-def _samples(job: Job) -> str:
-    """Of a batch, and from which step on it has another size: "2 samples, 4 from step 101 on"."""
-    first, *later = sorted(job.batch_sizes.items()) or [(0, job.batch_size)]
-    if len(later) > MOST_SIZES:
-        sizes = job.batch_sizes.values()
-        return f"{min(sizes)} to {max(sizes)} samples"
-    return format_count(first[1], "sample") + "".join(f", {size} from step {step + 1} on" for step, size in later)  # fmt: skip
 
 
 def listener_for(terminal: Terminal, records: Records) -> Listener:

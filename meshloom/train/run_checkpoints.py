@@ -120,7 +120,7 @@ class RunCheckpoints:
             pieces, streams, values = run_state(replica, gather=not self._one_host)
             job = self._job
             values = {
-                "seed": job.seed, "batch_size": job.batch_size, "batch_sizes": job.batch_sizes_before(step),
+                "seed": job.seed, "batch_size": job.batch_size,
                 "shares": self._shares.record, **self.also, **values, **tied_names(replica.model),
             }  # fmt: skip
             carry_out = partial(

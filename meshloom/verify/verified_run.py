@@ -210,8 +210,8 @@ class VerifiedRun:
         return passed
 
     def _further_steps(self, trainer: Trainer, first: int, steps: int) -> list[int]:
-        """Steps from `first` on, of a run of `steps`: the last one of an epoch and the first of the next, the first at which batches get another size, also
-        after that end, and the first at which something freezes or thaws. Of iterable data rank 0 counts the first epoch, if it does not take long, and
+        """Steps from `first` on, of a run of `steps`: the last one of an epoch and the first of the next, and the first at which something
+        freezes or thaws. Of iterable data rank 0 counts the first epoch, if it does not take long, and
         no more samples than that are passed over."""
         job, length, ends = self.job, self._steps_per_epoch, list[int]()
         if length is None:
@@ -221,17 +221,14 @@ class VerifiedRun:
             length = of_first_rank(trainer, counted)
         if length:
             end = length * (first // length + 1)
-            if self._steps_per_epoch is None or job.batch_sizes or end >= steps:
+            if self._steps_per_epoch is None or end >= steps:
                 end = length  # the other epochs' are not known
             ends = [step for step in (end - 1, end) if first <= step < steps]
-        sizes = sorted(job.batch_sizes)
         edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
-        for changes, begin in ((sizes, first), (sizes, max(ends, default=first)), (edges, first)):
-            found = [each for each in changes if begin <= each < steps][:1]
-            if self._steps_per_epoch is None:
-                found = [each for each in found if sum(map(job.batch_size_at, range(each))) <= _MOST_SAMPLES]
-            ends = ends + found
-        return sorted({*ends})
+        found = [each for each in edges if first <= each < steps][:1]
+        if self._steps_per_epoch is None:
+            found = [each for each in found if each * job.batch_size <= _MOST_SAMPLES]
+        return sorted({*ends, *found})
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
         """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""

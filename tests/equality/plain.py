@@ -20,8 +20,7 @@ def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Te
     optimizers = _all(job.optimizer(named))
     schedulers = job.scheduler(optimizers) if job.scheduler else []
     for step in range(job.steps):
-        batch_size = job.batch_sizes.get(step, job.batch_size)
-        end = min(begin + batch_size, len(data))
+        end = min(begin + job.batch_size, len(data))
         batch = torch.utils.data.default_collate([_double(data[index]) for index in range(begin, end)])
         begin = end % len(data)
         found = job.loss(model, batch)

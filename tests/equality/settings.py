@@ -50,7 +50,7 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
     "clip": ("none", "0.05"),
     "init": ("stream", "keyed"),
     "order": ("shuffled", "given"),
-    "batch": ("even", "uneven", "short", "few", "growing"),
+    "batch": ("even", "uneven", "short", "few"),
 }
 # What is to leave the package: a line here goes with each, and its branch in `plan_of` or `job_of`.
 LEAVING: dict[str, tuple[str, ...]] = {
@@ -90,7 +90,7 @@ REFUSED_WITH_JOBS: list[tuple[Values, Values]] = [
     (("average", ("0.9",)), ("exchange", others("exchange"))),
     (("average", ("0.9",)), ("precision", ("bf16",))),
     (("sync_batch_norm", ("true",)), ("shares", ("one",))),  # every chunk needs samples
-    (("sync_batch_norm", ("true",)), ("batch", ("few", "short", "growing"))),
+    (("sync_batch_norm", ("true",)), ("batch", ("few", "short"))),
 ]
 # and these would do nothing.
 IDLE: list[tuple[Values, Values]] = [
@@ -104,7 +104,7 @@ SKIPPED: dict[str, tuple[Values, ...]] = {
         ("zero", ("3", "3 within 2")), ("frozen", ("first step",)),
     ),
     "the same, and of a short batch other ranks may have fewer chunks": (
-        ("zero", ("3", "3 within 2")), ("batch", ("short", "growing")),
+        ("zero", ("3", "3 within 2")), ("batch", ("short",)),
     ),
     "the same, and measured shares decide which ranks have fewer chunks": (
         ("zero", ("3", "3 within 2")), ("shares", ("measured",)),
@@ -137,7 +137,7 @@ def refused_for(model: Model) -> dict[str, Collection[str]]:
     if model.turns:
         found |= {"average": ("0.9",)}
     if model.several:  # a chunk of one sample has no statistics
-        found |= {"shares": others("shares"), "batch": ("few", "short", "growing")}
+        found |= {"shares": others("shares"), "batch": ("few", "short")}
     return found
 
 
@@ -197,7 +197,6 @@ def job_of(model: Model, case: Case) -> Job:
         model=partial(with_convention, model.build) if case["init"] == "keyed" else model.build,
         data=lambda: model.samples(number),
         batch_size=size,
-        batch_sizes={0: max(1, size // 2), 1: size} if kind == "growing" else {},
         steps=steps_of(case),
         seed=3,
         init=case["init"],

@@ -55,7 +55,6 @@ def samples() -> dict[str, str]:
         "shuffled": base,
         "another seed": replace(base, seed=7),
         "drop_last": replace(base, drop_last=True),
-        "growing": replace(base, batch_sizes={0: 2, 3: 8}),
     }
     found: dict[str, str] = {}
     for name, job in jobs.items():

@@ -151,12 +151,6 @@ class Told(Samples):
         return {**sample, "x": sample["x"] * (1 + 0.1 * self.epoch) + 0.05 * torch.randn(7)}
 
 
-def growing() -> Job:
-    """Batches grow."""
-    data = Told(**vectors(26).fields)
-    return small("mlp", "sgd", data=lambda: data, batch_sizes={0: 6, 7: 10})
-
-
 class Turning(IterableDataset[Any]):
     """A stream whose order is another in each epoch."""
 
@@ -272,7 +266,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "rate by metric": by_metric,
     "overflowing": steep,
     "turns": turns,
-    "growing": growing,
     "told the epoch": lambda: plain(data=lambda: Told(**vectors().fields)),
     "stream": lambda: small("mlp", "sgd", data=Turning),
     "hooked": hooked,

@@ -8,6 +8,7 @@ from typing import Any
 
 import meshloom.data.map_data
 import meshloom.data.stream_data
+from meshloom.core.job import Job
 from meshloom.data.map_data import Batches, ChunkSource
 from tests.planted.bugs import Patch, bug, wrap
 
@@ -32,22 +33,14 @@ class Telling:
         return samples
 
 
-@bug("fifth/position_where_size_changes", "growing", "dp=2", phase="step 7")
-def position_where_size_changes(patch: Patch) -> None:
-    """Where the batch size changes, the batch before it is read again."""
-
-    def begun(right: Any, self: Batches, *given: Any) -> None:
-        right(self, *given)
-        first, *rest = self._stretches
-        self._stretches = [first, *(replace(each, start=each.start - first.size) for each in rest)]
-
-    wrap(patch, Batches, "__init__", begun)
-
-
 @bug("fifth/drop_last_not_kept", "dropping the last batch", "dp=2", phase="step 2")
 def drop_last_not_kept(patch: Patch) -> None:
     """The short last batch of an epoch is trained although the job drops it."""
-    wrap(patch, Batches, "_count", lambda right, self, start, size: -(-(self._num_samples - start) // size))
+
+    def begun(right: Any, self: Batches, job: Job, num_samples: int) -> None:
+        right(self, replace(job, drop_last=False), num_samples)
+
+    wrap(patch, Batches, "__init__", begun)
 
 
 @bug("fourth/epoch_is_step", "told the epoch", "dp=2", phase="step 1")

@@ -69,7 +69,7 @@ def check_turns(job: Job, plan: Plan) -> None:
             f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
             "together. Leave them out, or use another exchange."
         )
-    over_time = {"batch_sizes": job.batch_sizes, "frozen": job.frozen}
+    over_time = {"frozen": job.frozen}
     for name in (each for each, given in over_time.items() if given and not entry.synchronous):
         raise PlanError(
             f"Job({name}=...) is for steps that ranks take together, and workers of exchange={plan.exchange} have steps of their own. Leave one of them out."

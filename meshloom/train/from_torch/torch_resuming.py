@@ -33,7 +33,6 @@ def resume_from_torch(
         "updater": replica.updater.state.values(),
         "seed": replica.job.seed,
         "batch_size": replica.job.batch_size,
-        "batch_sizes": replica.job.batch_sizes_before(found.step or 0),
         "shares": [],
     }
     checkpoint = found.as_checkpoint(found.values or own)

@@ -49,7 +49,7 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
             if samples > most_samples or time.monotonic() - began > most_seconds:
                 return None
             waiting += 1
-            if waiting == size_of_step(job, batches):
+            if waiting == job.batch_size:
                 batches, waiting = batches + 1, 0
     return batches + (1 if waiting and not job.drop_last else 0)
 
@@ -67,11 +67,9 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
         )
         begin = 0
         while begin < len(order):
-            size = size_of_step(job, passed)
-            length = min(size, len(order) - begin)
-            indices = order[begin : begin + length]
-            begin += size
-            if len(indices) < size and job.drop_last:
+            indices = order[begin : begin + job.batch_size]
+            begin += job.batch_size
+            if len(indices) < job.batch_size and job.drop_last:
                 continue
             passed += 1
             if passed > first:
@@ -88,7 +86,7 @@ def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
         first, batch = passed, list[Any]()
         for sample in _stream(job, dataset, epoch):
             batch.append(sample)
-            if len(batch) == size_of_step(job, passed):
+            if len(batch) == job.batch_size:
                 yield batch
                 passed, batch = passed + 1, []
         if batch and not job.drop_last:
@@ -98,14 +96,6 @@ def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
             raise DataError(
                 f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one."
             )
-
-
-def size_of_step(job: Job, step: int) -> int:
-    """Samples of a step's batch, unless it is the last of an epoch."""
-    size = job.batch_size
-    for first in sorted(job.batch_sizes):
-        size = job.batch_sizes[first] if first <= step else size
-    return size
 
 
 def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
