@@ -69,7 +69,6 @@ def unnormed() -> nn.Module:
 
 JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
-    "frozen": (replace(JOB, frozen={"first": range(4)}), JOB, "dp=2", {"core/losses/frozen.py"}),
     "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py"}),
     "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
     "batch statistics": (

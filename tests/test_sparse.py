@@ -17,11 +17,9 @@ from torch.optim import SGD, Adagrad, AdamW, SparseAdam
 
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import few
 
 # torch's, of its own Adagrad and SparseAdam
@@ -228,14 +226,6 @@ def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> Non
         torch.testing.assert_close(
             found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=1,recompute=full", "dp=2"])
-@pytest.mark.long
-def test_verification_sees_no_gradient_of_a_table_that_is_frozen(plan: str) -> None:
-    the_job = job("Adagrad", steps=2, frozen={"table": range(1)})
-    report = verify(the_job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
 
 
 def test_the_run_says_that_its_bytes_depend_on_the_rows() -> None:

@@ -358,14 +358,3 @@ def test_all_modules_that_compute_in_bfloat16_are_one_line():
     assert lines[0].endswith(
         "compute in bfloat16: nothing is tolerated for it but what rounding is measured to do"
     )
-
-
-@pytest.mark.long
-def test_the_step_at_which_something_thaws_is_taken():
-    job = replace(
-        make_job("mlp", "adamw", batch_size=12, steps=40), frozen={"first": range(25)}
-    )  # fmt: skip
-    report = verify(job, Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert report is not None and report.passed, report and report.worst()
-    # between them the end of the first epoch
-    assert [each.step for each in report.steps] == [0, 1, 2, 7, 8, 20, 25]

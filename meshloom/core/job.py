@@ -188,7 +188,6 @@ class Job:
     drop_last: bool = False
     scheduler: Callable[[Any], Any] | None = None
     clip_grad_norm: float | None = None
-    frozen: Mapping[str, range] = field(default_factory=dict[str, range])
     evaluate: Evaluate | None = None
     tokens_per_sample: int | None = None
     checkpoint_every: int | None = None
@@ -248,7 +247,6 @@ class Job:
         if self.init not in INITS:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
         check_rules(self.buffers)
-        _check_over_time(self)
         _check_weights(self)
         _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')
         _check_modules("leaves", self.leaves, '[Router] or leaves=["blocks.3.router"]')
@@ -296,15 +294,6 @@ class Job:
             object.__setattr__(self, "losses", apart)
             object.__setattr__(self, "optimizer", EachItsOwn(apart))
             object.__setattr__(self, "loss", next(iter(apart.values())).loss)
-
-
-def _check_over_time(job: Job) -> None:
-    if not isinstance(job.frozen, Mapping) or not all(
-        isinstance(name, str) and isinstance(steps, range) for name, steps in job.frozen.items()
-    ):
-        raise JobError(
-            'Job(frozen=...) must be ranges of steps by the name of a module or parameter, like frozen={"trunk": range(100)}.'
-        )
 
 
 def _check_weights(job: Job) -> None:

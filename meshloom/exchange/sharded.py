@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
@@ -44,6 +43,7 @@ class Sharded(Exchange):
         self._buckets = buckets
         self._used = UsedFlags(buckets.buckets, group)
         self._mine = OwnedSlices(buckets.buckets, group.rank, num_owners)
+        self._is_used: list[bool] = []  # of every entry, in the newest step
         self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
         self.ownership = Ownership(
             owned=self._mine.slices,
@@ -80,9 +80,9 @@ class Sharded(Exchange):
         self._sums = self._add_up()
         for each in self._sums if divides(weight) else ():
             each.div_(weight)
-        is_used = self._used.found()
+        self._is_used = self._used.found()
         self._buckets.share_order(self._group)
-        return self._mine.gradients(self._sums, is_used)
+        return self._mine.gradients(self._sums, self._is_used)
 
     def publish(self) -> bool:
         self._again += self._is_published
@@ -91,14 +91,9 @@ class Sharded(Exchange):
         return False
 
     def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        # owners have none of what the job freezes, though ranks computed it
-        buckets = self._buckets.buckets
-        flags = torch.zeros(sum(len(each.entries) for each in buckets), device=buckets[0].extent.device)
-        flags[self._mine.entries_with(gradients)] = 1
-        self._group.all_reduce(flags).wait()
-        is_used = iter([flag > 0 for flag in flags.tolist()])
+        is_used = iter(self._is_used)
         # a rank that owns nothing has no shares
-        for bucket, share in zip_longest(buckets, self._mine.shares(gradients, self._sums)):
+        for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
             whole = separate([bucket.extent])[0]
             self._gather(whole, share)
             emit_bucket(bucket, whole, is_used, emit)

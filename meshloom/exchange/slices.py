@@ -53,14 +53,6 @@ class OwnedSlices:
             for view, (_, _, _, number) in zip(views, self._positions, strict=True)
         ]
 
-    def entries_with(self, gradients: Sequence[Tensor | None]) -> list[int]:
-        """The numbers of the entries of which this owner has a gradient."""
-        return [
-            number
-            for each, (_, _, _, number) in zip(gradients, self._positions, strict=True)
-            if each is not None
-        ]
-
     def expect(self, shares: Sequence[Tensor]) -> None:
         """`gradients` will be those of these shares, which stay where they are."""
         self._views = shares, self._views_of(shares)

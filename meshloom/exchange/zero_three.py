@@ -162,11 +162,6 @@ class ZeroThree(Unbuffered):
 
     def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
-        # owners have none of what the job freezes, though ranks computed it
-        flags = torch.zeros_like(self._used)
-        set_flags(flags, [found.get(id(entry), flags) is None for entry in self._entries])
-        self._replicas.all_reduce(flags, "max").wait()
-        is_none = iter(flags.tolist())
         for part in self._trained:
             share = torch.zeros_like(part.kept)
             for each in part.slices():
@@ -176,7 +171,7 @@ class ZeroThree(Unbuffered):
             flat = self.full(part, share)
             for entry in part.entries:
                 whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                emit(entry.name, None if next(is_none) or not entry.used else whole)
+                emit(entry.name, whole if entry.used else None)
 
     def each_parameter(
         self, emit: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True

@@ -8,15 +8,14 @@ from functools import partial
 import torch
 
 from meshloom.core.job import NamedParameters
-from meshloom.core.losses.frozen import FrozenParameters
 from meshloom.replica import step_checks
 from meshloom.replica.attachments import Averaged
 from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.replica import Gradients, Replica
 
 
-def attach(replica: Replica, frozen: NamedParameters, freezing: FrozenParameters | None) -> None:
-    """What this job and plan need at the points of a step. frozen: what nothing trains. freezing: of what the job freezes in some steps."""
+def attach(replica: Replica, frozen: NamedParameters) -> None:
+    """What this job and plan need at the points of a step. frozen: what nothing trains."""
     at, engine, own, plan = replica.attached, replica.engine, replica.own, replica.inner
     ownership = replica.exchange.ownership
     writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan)
@@ -32,9 +31,6 @@ def attach(replica: Replica, frozen: NamedParameters, freezing: FrozenParameters
                 engine.team_sums, engine.replicated, replica.exchange, gradients
             )
         )
-    if freezing:
-        # programs compute all that they were captured with
-        _attach_frozen(replica, freezing, replica.named if engine.stages.one_by_one else [])
     if writes:
         at.around.append(lambda step: writes.chunks())
     if replica.sums.scale is not None:
@@ -56,16 +52,6 @@ def attach(replica: Replica, frozen: NamedParameters, freezing: FrozenParameters
 def _adds_in_any_order(device: torch.device) -> bool:
     """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
     return device.type != "cpu"
-
-
-def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedParameters) -> None:
-    at = replica.attached
-
-    def dropped(step: int, gradients: Averaged) -> Averaged:
-        return freezing.dropped(step, (each.name for each in replica.exchange.ownership.owned), gradients)
-
-    at.around.append(lambda step: freezing.without_gradients(step, named))
-    at.synced.append(dropped)
 
 
 def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averaged:

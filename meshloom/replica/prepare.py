@@ -16,7 +16,6 @@ from functools import partial
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.objects import agree
 from meshloom.core.job import NamedParameters
-from meshloom.core.losses.frozen import FrozenParameters
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
@@ -57,7 +56,6 @@ def prepare(replica: Replica) -> None:
         replica.start,
     )
     timings, whole, tables = replica.timings, replica.named, sparse_tables(replica.model)
-    freezing = FrozenParameters(job, whole, replica.own) if job.frozen else None
     with timings.of("copying values"):  # includes waiting for ranks that build more slowly
         agree(context.world, facts(job, plan, model))
         weights = agree_on_weights(job, model, context.world)
@@ -99,7 +97,7 @@ def prepare(replica: Replica) -> None:
     if replica.updates and plan.mesh.size > 1:
         replica.rates = replica.updater.learning_rates
     replica.undo.enter_context(engine.connect(replica.exchange))
-    attach(replica, frozen, freezing)
+    attach(replica, frozen)
 
 
 def _stages_of(replica: Replica) -> Stages:

@@ -33,7 +33,6 @@ def _facts(replica: Replica) -> Iterator[str]:
     job, stages = replica.job, replica.engine.stages
     yield str(replace(replica.plan, keyed_draws=False))
     yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}, losses {[*job.losses]}"
-    yield f"frozen {job.frozen}"
     for name, pieces in sorted(replica.shards.pieces.items()):
         yield f"{name}: {pieces}"
     if isinstance(stages, ProgramStages):

@@ -56,7 +56,7 @@ Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[..., ComparisonRun]  # begins a comparison with a `Reference` of these arguments
 # moments of steps, as what follows "from step 3 on"
 _RESUMED = ", after resuming the checkpoint"
-_NEXT_EPOCH = ", at the end of an epoch, or where batches get another size or something freezes or thaws"
+_NEXT_EPOCH = ", at the end of an epoch"
 
 
 @dataclass(kw_only=True)
@@ -210,25 +210,19 @@ class VerifiedRun:
         return passed
 
     def _further_steps(self, trainer: Trainer, first: int, steps: int) -> list[int]:
-        """Steps from `first` on, of a run of `steps`: the last one of an epoch and the first of the next, and the first at which something
-        freezes or thaws. Of iterable data rank 0 counts the first epoch, if it does not take long, and
-        no more samples than that are passed over."""
-        job, length, ends = self.job, self._steps_per_epoch, list[int]()
+        """Steps from `first` on, of a run of `steps`: the last one of an epoch and the first of the next. Of iterable data
+        rank 0 counts the first epoch, if it does not take long, and no more samples than that are passed over."""
+        length = self._steps_per_epoch
         if length is None:
-            counted = (
-                batches_of_first_epoch(job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None
-            )
+            main = trainer.world.main
+            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
             length = of_first_rank(trainer, counted)
-        if length:
-            end = length * (first // length + 1)
-            if self._steps_per_epoch is None or end >= steps:
-                end = length  # the other epochs' are not known
-            ends = [step for step in (end - 1, end) if first <= step < steps]
-        edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
-        found = [each for each in edges if first <= each < steps][:1]
-        if self._steps_per_epoch is None:
-            found = [each for each in found if each * job.batch_size <= _MOST_SAMPLES]
-        return sorted({*ends, *found})
+        if not length:
+            return []
+        end = length * (first // length + 1)
+        if self._steps_per_epoch is None or end >= steps:
+            end = length  # the other epochs' are not known
+        return [step for step in (end - 1, end) if first <= step < steps]
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
         """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""

@@ -30,7 +30,7 @@ class Model:
     microbatch of one replica, equal to a size of the model in some models. stages: most that it is cut into, two where no block begins one by itself.
     cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
-    as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether
+    as vectors of one sample have no statistics. sparse: whether
     gradients of tables are sparse. computed: whether a buffer begins with what the values of a parameter come to.
     leaves, buffers: of its job. turns: by name, its losses if it has several. interacts: whether a whole batch has another
     result than its parts, as samples interact or the loss draws.
@@ -47,7 +47,6 @@ class Model:
     pins: str = ""
     norms: bool = False
     several: bool = False
-    late: str = ""
     sparse: bool = False
     computed: bool = False
     leaves: tuple[str, ...] = ()

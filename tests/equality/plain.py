@@ -19,7 +19,7 @@ def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Te
     clear = {name: torch.ones_like(each, dtype=torch.bool) for name, each in named}
     optimizers = _all(job.optimizer(named))
     schedulers = job.scheduler(optimizers) if job.scheduler else []
-    for step in range(job.steps):
+    for _ in range(job.steps):
         end = min(begin + job.batch_size, len(data))
         batch = torch.utils.data.default_collate([_double(data[index]) for index in range(begin, end)])
         begin = end % len(data)
@@ -28,10 +28,6 @@ def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Te
         model.zero_grad()
         loss.backward()
         for name, parameter in named:
-            if any(
-                step in steps and f"{name}.".startswith(f"{frozen}.") for frozen, steps in job.frozen.items()
-            ):
-                parameter.grad = None
             if parameter.grad is not None:
                 size = parameter.grad.to_dense().abs()
                 # where some elements are noise, others that are exactly 0 here may be noise elsewhere

@@ -56,7 +56,6 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
 LEAVING: dict[str, tuple[str, ...]] = {
     "offload": ("none", "optimizer"),
     "average": ("none", "0.9"),
-    "frozen": ("none", "first step"),
 }
 SETTINGS: dict[str, tuple[str, ...]] = OF_PLANS | OF_JOBS
 SETTINGS |= {name: (*SETTINGS.get(name, ()), *values) for name, values in LEAVING.items()}
@@ -100,17 +99,11 @@ IDLE: list[tuple[Values, Values]] = [
 ]
 # What should be as predicted and is not yet: of cells that have all of these values, bytes are not compared. At most ten.
 SKIPPED: dict[str, tuple[Values, ...]] = {
-    "zero=3 predicts of every step the bytes of the first one, in which the frozen unit sends no gradients": (
-        ("zero", ("3", "3 within 2")), ("frozen", ("first step",)),
-    ),
-    "the same, and of a short batch other ranks may have fewer chunks": (
+    "zero=3 predicts of every step the bytes of the first one, and of a short batch other ranks may have fewer chunks": (
         ("zero", ("3", "3 within 2")), ("batch", ("short",)),
     ),
     "the same, and measured shares decide which ranks have fewer chunks": (
         ("zero", ("3", "3 within 2")), ("shares", ("measured",)),
-    ),
-    "bytes of synchronised statistics are predicted as if the input of every norm needed a gradient": (
-        ("sync_batch_norm", ("true",)), ("frozen", ("first step",)),
     ),
     "of losses in turn each may change other buffers, and of all those of the last one are predicted": (
         ("turns", ("true",)), ("dp", ("2", "3", "4")),
@@ -126,8 +119,6 @@ def refused_for(model: Model) -> dict[str, Collection[str]]:
         found["cuts"] = ("named",)
     if not model.pins:
         found["placements"] = ("named",)
-    if not model.late:
-        found["frozen"] = ("first step",)
     if not model.norms:
         found["sync_batch_norm"] = ("true",)
     if model.sparse:
@@ -204,7 +195,6 @@ def job_of(model: Model, case: Case) -> Job:
         average=None if case["average"] == "none" else float(case["average"]),
         leaves=model.leaves,
         buffers=model.buffers,
-        frozen={} if case["frozen"] == "none" else {model.late: range(1)},
         **({"losses": turns} if turns else {"loss": model.loss, **update}),
     )
 

@@ -69,11 +69,6 @@ def check_turns(job: Job, plan: Plan) -> None:
             f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
             "together. Leave them out, or use another exchange."
         )
-    over_time = {"frozen": job.frozen}
-    for name in (each for each, given in over_time.items() if given and not entry.synchronous):
-        raise PlanError(
-            f"Job({name}=...) is for steps that ranks take together, and workers of exchange={plan.exchange} have steps of their own. Leave one of them out."
-        )
     if job.average is not None and (why := _no_average(job, plan)):
         raise PlanError(f"Job(average=...) is not kept {why}. Leave one of them out.")
     if job.losses and (entry.independent or not entry.synchronous):
@@ -103,7 +98,6 @@ def _job_of(job: Job, loss: str) -> Job:
         job,
         model=model,
         losses={},
-        frozen={},
         loss=objective.loss,
         optimizer=objective.optimizer,
         scheduler=objective.scheduler,

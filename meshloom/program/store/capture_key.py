@@ -24,7 +24,7 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import is_users
 from meshloom.program.store.object_text import NoTextError, ObjectText
 
-_ARGUMENTS = ("seed", "init", "leaves", "buffers", "frozen")  # of a job, that may change what is captured
+_ARGUMENTS = ("seed", "init", "leaves", "buffers")  # of a job, that may change what is captured
 _STARTED = time.time()
 
 

@@ -41,7 +41,6 @@ from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, settings_of
 from meshloom.verify.reference.trained_losses import (
     densify_gradients,
-    is_meant,
     needs_closure,
     rows_of,
     trained_losses,
@@ -210,9 +209,8 @@ class Reference:
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
-        frozen = [text for text, steps in self.job.frozen.items() if self.step in steps]
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names or any(is_meant(text, name) for text in frozen):
+            if name not in self.turn.names:
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)

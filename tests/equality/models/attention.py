@@ -275,7 +275,6 @@ ATTENTION = [
         samples=texts(29, 7),
         stages=2,
         cut="blocks.1",
-        late="blocks.0",
     ),
     Model(
         name="square_gpt",
@@ -286,7 +285,6 @@ ATTENTION = [
         chunk=4,
         cut="blocks.1",
         pins="blocks.*.up:column+blocks.*.down:row",
-        late="head",
     ),
     Model(
         name="long_gpt",
@@ -296,7 +294,6 @@ ATTENTION = [
         samples=texts(19, 1024),
         chunk=1,
         stages=2,
-        late="embed",
     ),
     Model(
         name="llama",
@@ -306,7 +303,6 @@ ATTENTION = [
         samples=texts(23, 6),
         chunk=2,
         cut="layers.1",
-        late="layers.1",
     ),
     Model(
         name="one_key",
@@ -315,7 +311,6 @@ ATTENTION = [
         loss=next_token,
         samples=texts(13, 5),
         stages=2,
-        late="out",
     ),
     Model(
         name="encoder",
@@ -325,7 +320,6 @@ ATTENTION = [
         loss=classify,
         samples=padded(17, 7, 4),
         cut="layers.layers.1",
-        late="layers",
     ),
     Model(
         name="linear_attention",
@@ -334,7 +328,6 @@ ATTENTION = [
         loss=next_token,
         samples=texts(11, 6),
         stages=2,
-        late="qkv",
     ),
     Model(
         name="perceiver",
@@ -343,7 +336,6 @@ ATTENTION = [
         loss=classify,
         samples=padded(21, 8, 5),
         stages=2,
-        late="cross",
     ),
     Model(
         name="relative",
@@ -353,6 +345,5 @@ ATTENTION = [
         samples=padded(14, 6, 5),
         chunk=2,
         stages=2,
-        late="biases",
     ),
 ]

@@ -190,7 +190,6 @@ CONVOLUTIONAL = [
         norms=True,
         stages=3,
         cut="conv2",
-        late="conv2",
     ),
     Model(
         name="resnet",
@@ -202,7 +201,6 @@ CONVOLUTIONAL = [
         chunk=2,
         norms=True,
         cut="body.1",
-        late="body.0",
     ),
     Model(
         name="mobilenet",
@@ -212,7 +210,6 @@ CONVOLUTIONAL = [
         samples=images(4, (5, 5), 4),
         chunk=4,
         stages=2,
-        late="squeeze",
     ),
     Model(
         name="unet",
@@ -222,7 +219,6 @@ CONVOLUTIONAL = [
         samples=masks,
         chunk=2,
         cut="up",
-        late="middle",
     ),
     Model(
         name="wavenet",
@@ -230,7 +226,6 @@ CONVOLUTIONAL = [
         build=WaveNet,
         loss=next_sound,
         samples=sounds,
-        late="skips",
     ),
     Model(
         name="video",
@@ -240,7 +235,6 @@ CONVOLUTIONAL = [
         samples=images(1, (4, 5, 5), 3, seed=36),
         chunk=2,
         stages=1,
-        late="time",
     ),
     Model(
         name="standardised",
@@ -249,6 +243,5 @@ CONVOLUTIONAL = [
         loss=sharpen,
         samples=pairs,
         stages=1,
-        late="wide",
     ),
 ]

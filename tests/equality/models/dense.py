@@ -299,7 +299,6 @@ DENSE = [
         samples=vectors(7, 5),
         cut="third",
         pins="second:column+third:row",
-        late="first",
     ),
     Model(
         name="square",
@@ -310,7 +309,6 @@ DENSE = [
         chunk=4,
         cut="layers.4",
         pins="layers.2:row",
-        late="layers.6",
     ),
     Model(
         name="skips",
@@ -319,7 +317,6 @@ DENSE = [
         loss=classify,
         samples=vectors(9, 5),
         cut="up.0",
-        late="down",
     ),
     Model(
         name="tied_autoencoder",
@@ -328,7 +325,6 @@ DENSE = [
         loss=restore,
         samples=coded,
         stages=2,
-        late="inner",
     ),
     Model(
         name="reused",
@@ -338,7 +334,6 @@ DENSE = [
         samples=vectors(6, 6),
         chunk=2,
         stages=2,
-        late="block",
     ),
     Model(
         name="norms",
@@ -348,7 +343,6 @@ DENSE = [
         samples=vectors(9, 5, weight=True),
         chunk=2,
         cut="third",
-        late="second",
     ),
     Model(
         name="dropped",
@@ -359,7 +353,6 @@ DENSE = [
         samples=vectors(8, 5),
         stages=2,
         pins="first:column",
-        late="branch",
     ),
     Model(
         name="batch_normed",
@@ -371,7 +364,6 @@ DENSE = [
         norms=True,
         several=True,
         cut="second",
-        late="first",
         leaves=("plain_norm",),  # its mean over all batches divides by a number that it counts
     ),
     Model(
@@ -382,7 +374,6 @@ DENSE = [
         samples=grids,
         chunk=2,
         cut="channels.0",
-        late="tokens",
     ),
     Model(
         name="tasks",
@@ -391,7 +382,6 @@ DENSE = [
         loss=own_loss,
         samples=tasks,
         stages=2,
-        late="trunk",
     ),
     Model(
         name="hyper",
@@ -400,7 +390,6 @@ DENSE = [
         loss=by_context,
         samples=contexts,
         stages=2,
-        late="biases",
     ),
     Model(
         name="monotone",
@@ -409,6 +398,5 @@ DENSE = [
         loss=classify,
         samples=vectors(7, 3, seed=15),
         cut="second",
-        late="second",
     ),
 ]

@@ -217,7 +217,6 @@ GENERATIVE = [
         samples=squares,
         chunk=4,
         stages=1,
-        late="time",
     ),
     Model(
         name="vae",
@@ -227,7 +226,6 @@ GENERATIVE = [
         loss=own_loss,
         samples=numbers(9, 73),
         stages=2,
-        late="moments",
     ),
     Model(
         name="flow",
@@ -236,7 +234,6 @@ GENERATIVE = [
         loss=own_loss,
         samples=numbers(6, 76),
         stages=2,
-        late="log_scale",
     ),
     Model(
         name="vq",
@@ -245,7 +242,6 @@ GENERATIVE = [
         loss=own_loss,
         samples=numbers(8, 79),
         stages=2,
-        late="codes",
     ),
     Model(
         name="pixel_cnn",
@@ -255,7 +251,6 @@ GENERATIVE = [
         samples=levels,
         chunk=2,
         stages=2,
-        late="second",
     ),
     Model(
         name="score",
@@ -264,7 +259,6 @@ GENERATIVE = [
         loss=match_scores,
         samples=numbers(5, 82),
         stages=1,
-        late="layers.2",
     ),
     Model(
         name="distilled",
@@ -273,7 +267,6 @@ GENERATIVE = [
         loss=own_loss,
         samples=numbers(7, 85),
         stages=2,
-        late="student.2",
     ),
     Model(
         name="spectral",
@@ -282,6 +275,5 @@ GENERATIVE = [
         loss=own_loss,
         samples=bytes_,
         stages=2,
-        late="local",
     ),
 ]

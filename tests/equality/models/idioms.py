@@ -313,7 +313,6 @@ IDIOMS = [
         loss=with_kept,
         samples=vectors(7, 5, seed=140),
         stages=2,
-        late="adapters.1",
     ),
     Model(
         name="parametrized",
@@ -323,7 +322,6 @@ IDIOMS = [
         samples=vectors(7, 5, seed=141),
         stages=2,
         computed=True,
-        late="6",
     ),
     Model(
         name="as_written",
@@ -332,7 +330,6 @@ IDIOMS = [
         loss=own_loss,
         samples=sentences,
         stages=2,
-        late="up",
     ),
     Model(
         name="rerun",
@@ -342,7 +339,6 @@ IDIOMS = [
         loss=warmed,
         samples=vectors(7, 5, seed=142),
         stages=2,
-        late="head",
     ),
     Model(
         name="messages",
@@ -352,7 +348,6 @@ IDIOMS = [
         loss=guess,
         samples=vectors(6, 4, seed=143),
         stages=2,
-        late="head",
     ),
     Model(
         name="meta_learner",
@@ -361,7 +356,6 @@ IDIOMS = [
         loss=learn_to_learn,
         samples=curves,
         stages=1,
-        late="layers.2",
     ),
     Model(
         name="process",
@@ -370,7 +364,6 @@ IDIOMS = [
         loss=own_loss,
         samples=fields,
         stages=2,
-        late="log_scale",
     ),
     Model(
         name="sorted",
@@ -380,6 +373,5 @@ IDIOMS = [
         loss=own_loss,
         samples=pointed,
         stages=1,
-        late="picture",
     ),
 ]

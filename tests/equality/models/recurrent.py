@@ -153,7 +153,6 @@ RECURRENT = [
         loss=next_token,
         samples=texts(11, 5, seed=44),
         stages=2,
-        late="embed",
     ),
     Model(
         name="bidirectional",
@@ -162,7 +161,6 @@ RECURRENT = [
         loss=classify,
         samples=padded(12, 6, 4, seed=45),
         stages=2,
-        late="embed",
     ),
     Model(
         name="cell",
@@ -171,7 +169,6 @@ RECURRENT = [
         loss=classify,
         samples=series(3, 6, 2),
         stages=2,
-        late="candidate",
     ),
     Model(
         name="state_space",
@@ -181,7 +178,6 @@ RECURRENT = [
         samples=texts(10, 8, seed=46),
         chunk=4,
         stages=2,
-        late="enter",
     ),
     Model(
         name="scan",
@@ -190,7 +186,6 @@ RECURRENT = [
         loss=classify,
         samples=series(4, 16, 3, seed=47),
         stages=2,
-        late="gate",
     ),
     Model(
         name="speech",
@@ -200,6 +195,5 @@ RECURRENT = [
         samples=speech,
         chunk=2,
         stages=1,
-        late="conv",
     ),
 ]

@@ -246,7 +246,6 @@ SEVERAL = [
         loss=own_loss,
         samples=scenes,
         stages=2,
-        late="read",
     ),
     Model(
         name="translator",
@@ -255,7 +254,6 @@ SEVERAL = [
         loss=own_loss,
         samples=translations,
         cut="decoder.0",
-        late="encoder.0",
     ),
     Model(
         name="vit",
@@ -266,7 +264,6 @@ SEVERAL = [
         samples=small_images,
         chunk=2,
         cut="blocks.1",
-        late="blocks.0",
     ),
     Model(
         name="lora",
@@ -276,7 +273,6 @@ SEVERAL = [
         loss=next_token,
         samples=texts(14, 6, seed=108),
         cut="blocks.1",
-        late="blocks.1",
     ),
     Model(
         name="prefix",
@@ -286,7 +282,6 @@ SEVERAL = [
         samples=texts(12, 5, seed=109),
         chunk=4,
         stages=2,
-        late="down",
     ),
     Model(
         name="detector",
@@ -297,7 +292,6 @@ SEVERAL = [
         samples=objects,
         chunk=2,
         stages=2,
-        late="lateral",
     ),
     Model(
         name="set_predictor",
@@ -306,7 +300,6 @@ SEVERAL = [
         loss=own_loss,
         samples=sets,
         stages=1,
-        late="queries",
     ),
     Model(
         name="points",
@@ -315,7 +308,6 @@ SEVERAL = [
         loss=own_loss,
         samples=clouds,
         stages=2,
-        late="align",
     ),
     Model(
         name="triplets",
@@ -325,6 +317,5 @@ SEVERAL = [
         samples=triplets,
         chunk=2,
         stages=1,
-        late="tower.2",
     ),
 ]

@@ -207,7 +207,6 @@ SPARSE = [
         samples=vectors(7, 5, seed=62),
         chunk=4,
         stages=2,
-        late="gate",
     ),
     Model(
         name="top_two",
@@ -216,7 +215,6 @@ SPARSE = [
         loss=next_token,
         samples=texts(9, 4, seed=63),
         stages=2,
-        late="router",
     ),
     Model(
         name="routed",
@@ -226,7 +224,6 @@ SPARSE = [
         loss=balanced,
         samples=vectors(6, 4, seed=64),
         stages=2,
-        late="shared",
     ),
     Model(
         name="dlrm",
@@ -236,7 +233,6 @@ SPARSE = [
         samples=adverts,
         stages=2,
         sparse=True,
-        late="top",
     ),
     Model(
         name="bags",
@@ -245,7 +241,6 @@ SPARSE = [
         loss=bagged,
         samples=bags,
         stages=2,
-        late="sum",
     ),
     Model(
         name="skip_gram",
@@ -255,7 +250,6 @@ SPARSE = [
         samples=words,
         stages=1,
         sparse=True,
-        late="contexts",
     ),
     Model(
         name="factors",
@@ -264,7 +258,6 @@ SPARSE = [
         loss=rated,
         samples=ratings,
         stages=2,
-        late="tower",
     ),
     Model(
         name="graph",
@@ -274,6 +267,5 @@ SPARSE = [
         samples=graphs,
         chunk=2,
         stages=2,
-        late="message",
     ),
 ]
