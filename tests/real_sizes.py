@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from tests.jobs import Samples, own_loss
 
 NUM_SAMPLES = 4

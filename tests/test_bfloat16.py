@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError, PlanError
-from meshloom.core.job import Evaluate, Job, Objective
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.moments import bfloat16_products
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
@@ -204,25 +204,6 @@ def test_parameters_of_every_dtype_are_trained():
     }  # fmt: skip
     assert masters.get("precise", torch.float64) == torch.float64
     assert not masters.keys() & {"turn", "frozen", "norm.weight"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "pp=2,microbatches=2"])
-def test_each_of_several_losses_has_masters(plan: str):
-    def objective(part: str | list[str]) -> Objective:
-        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            returned = model(batch["x"])
-            assert returned.dtype == torch.bfloat16
-            return returned.float().square().mean()
-
-        return Objective(loss=loss, optimizer=lambda named: torch.optim.Adam(named, lr=1e-2), parameters=part)
-
-    several = Job(
-        model=job_of("mlp").model, data=job_of("mlp").data, batch_size=12, steps=2,
-        losses={"first": objective("first"), "rest": objective(["second", "third", "norm", "head"])},
-    )  # fmt: skip
-    report = verify(several, bf16(plan), devices="simulated", steps=2)
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("tp=2"), slow("dp=2,zero=3")])

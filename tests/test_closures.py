@@ -173,18 +173,6 @@ def test_processes_evaluate_as_often():
         assert is_as_predicted
 
 
-@pytest.mark.long
-def test_lbfgs_may_train_one_of_several_losses():
-    losses = {
-        "up": ml.Objective(loss=loss, optimizer=lbfgs, parameters=["up", "unused"]),
-        "down": ml.Objective(loss=loss, optimizer=lambda named: torch.optim.Adam(named, lr=0.1), parameters="down"),
-    }  # fmt: skip
-    job = ml.Job(model=MLP, losses=losses, data=samples, batch_size=SAMPLES, steps=2)
-    report = verify(job, ml.Plan.parse("dp=2"), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
-
-
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [

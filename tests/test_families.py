@@ -143,5 +143,5 @@ def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
 @pytest.mark.parametrize("family", REFUSED.values(), ids=list(REFUSED))
 @pytest.mark.long
 def test_a_loss_function_of_several_losses_is_refused_in_one_sentence(family: Family):
-    with pytest.raises(JobError, match="A job of several losses"):
+    with pytest.raises(JobError, match="Several losses"):
         verified(family, Plan(dp=2))

@@ -211,17 +211,6 @@ def test_an_optimizer_that_evaluates_the_loss_gathers_each_time():
     assert losses_of(job, "dp=2") == pytest.approx(losses_of(job, "dp=1"), **EXACT)
 
 
-@pytest.mark.long
-def test_of_several_losses_one_gathers():
-    losses = {
-        "towers": ml.Objective(loss=whole, parameters=["a", "scale"], optimizer=adamw),
-        "other": ml.Objective(loss=lambda m, batch: m.b(batch["y"]).square().mean(), parameters="b", optimizer=adamw),
-    }  # fmt: skip
-    job = ml.Job(model=Towers, losses=losses, data=Pairs, batch_size=8, steps=4)
-    assert losses_of(job, "dp=2") == pytest.approx(losses_of(job, "dp=1"), **EXACT)
-    assert verified(job, "dp=2").passed
-
-
 @pytest.mark.parametrize(
     "mistake",
     [

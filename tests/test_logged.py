@@ -85,26 +85,6 @@ def test_means_of_bfloat16_values_are_not_rounded(is_mean: bool):
     assert found.logged == {"share": pytest.approx(sum(values[-2:]) / 2, rel=1e-15)}
 
 
-def test_losses_of_several_log_each_its_own():
-    def loss(model: nn.Module, batch: dict[str, Tensor], name: str, sign: float) -> Tensor:
-        ml.log(name, sign)
-        return class_loss(model, batch)
-
-    from functools import partial
-
-    from meshloom.core.job import Job, Objective
-
-    base = logging_job()
-    both = {
-        name: Objective(
-            loss=partial(loss, name=name, sign=sign), optimizer=base.optimizer, parameters=parameters
-        )
-        for name, sign, parameters in (("a", 1.0, ["first", "second"]), ("b", -2.0, ["head"]))
-    }
-    job = Job(model=base.model, losses=both, data=base.data, batch_size=12, steps=2)
-    assert [each.logged for each in logged_under(job, "dp=2")] == [{"a": 1.0, "b": -2.0}] * 2
-
-
 def test_the_loss_runs_on_its_own_and_its_values_are_shown():
     batch = {"x": torch.ones(2, 7), "y": torch.zeros(2, dtype=torch.int64)}
     total, weight = logging_loss(nn.Linear(7, 5), batch)

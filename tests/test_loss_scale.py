@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import CheckpointError, JobError, TrainingError
-from meshloom.core.job import Job, Objective
+from meshloom.core.job import Job
 from meshloom.core.losses.loss_scale import GROW_AFTER, LossScale
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
@@ -236,30 +236,6 @@ def test_what_overflows_at_any_scale_is_an_error(plan: str):
         trained(broken)
     with pytest.raises(TrainingError, match=r"The gradients of step 40 overflow float16 .* after 40 skipped"):
         trained(steep)
-
-
-def test_each_update_of_several_losses_is_a_step_of_the_scale():
-    def objective(part: list[str], bad: bool) -> Objective:
-        def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-            logits = model(batch["x"])
-            beside = ((logits - logits.detach()) * batch["boost"]).sum(1).mean() if bad else 0.0
-            return logits.float().square().mean() + beside
-
-        return Objective(
-            loss=loss,
-            optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
-            parameters=part,
-        )
-
-    of = overflowing_job(10)
-    several = Job(
-        model=of.model, data=of.data, batch_size=BATCH, steps=3, shuffle=False,
-        losses={"body": objective(["first", "second", "third", "norm"], False), "head": objective(["head"], True)},
-    )  # fmt: skip
-    states, scales = states_of(several, "dp=2")
-    assert set(scales) == {LossScale(scale=2.0**15, good_steps=2, skipped=1)}
-    assert torch.equal(states[BAD]["head.weight"], states[BAD - 1]["head.weight"])
-    assert not torch.equal(states[BAD]["first.weight"], states[BAD - 1]["first.weight"])
 
 
 def test_an_optimizer_that_evaluates_is_refused():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.job import Evaluate, Job, Objective
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
 from meshloom.planner.memory.measured import measure_memory
@@ -91,25 +91,6 @@ def test_metrics_are_computed_under_autocast_too():
     with Trainer(job, "dp=2,precision=bf16-mixed", devices="simulated") as trainer:
         trainer.fit()
     assert set(seen) == {torch.bfloat16}
-
-
-@pytest.mark.long
-def test_each_of_several_losses_is_computed_under_autocast():
-    def objective(part: str | list[str]) -> Objective:
-        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            returned = model(batch["x"])
-            assert returned.dtype == torch.bfloat16
-            return returned.float().square().mean()
-
-        return Objective(loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), parameters=part)
-
-    job = job_of("mlp")
-    several = Job(
-        model=job.model, data=job.data, batch_size=12, steps=2,
-        losses={"first": objective("first"), "rest": objective(["second", "third", "norm", "head"])},
-    )  # fmt: skip
-    report = verify(several, Plan.parse("dp=2,precision=bf16-mixed"), devices="simulated", steps=2)
-    assert report and report.passed
 
 
 @pytest.mark.slow

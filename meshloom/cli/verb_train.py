@@ -14,8 +14,8 @@ from torch import nn
 
 from meshloom.asynchronous.options import circumstances_of, settings_of
 from meshloom.cli.plan_lines import plan_of
+from meshloom.core.exchange_refusals import check_exchange
 from meshloom.core.job import Job
-from meshloom.core.losses.turns import check_turns
 from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_first_rank, is_rank
@@ -43,7 +43,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         own, key = plan if arguments.plan else None, Path(arguments.key)
         join(job, arguments.target, arguments.words, own, arguments.join, key, arguments.timeout)
         return 0
-    check_turns(job, plan)
+    check_exchange(job, plan)
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
     logs = arguments.log or []

@@ -12,18 +12,7 @@ from torch.optim import Optimizer
 
 from meshloom.core.buffer_rules import BufferRule, check_rules
 from meshloom.core.errors import JobError
-from meshloom.core.objectives import (
-    OBJECTIVE_TAKES,
-    EachItsOwn,
-    LossFunction,
-    Metric,
-    NamedParameters,
-    Objective,
-    check_clip,
-    check_takes,
-    is_count,
-    with_functions_of_their_own,
-)
+from meshloom.core.job_functions import TAKES, LossFunction, Metric, NamedParameters, check_takes, is_count
 
 CHECKPOINTS = ("foreground", "background")
 INITS = ("stream", "keyed")
@@ -65,7 +54,7 @@ class Evaluate:
                 'metrics={"f1": ml.Metric(update, compute)}.'
             )
         for name, function in self.functions.items():
-            check_takes(f"Evaluate(metrics={{{name!r}: ...}})", function, OBJECTIVE_TAKES["loss"])
+            check_takes(f"Evaluate(metrics={{{name!r}: ...}})", function, TAKES["loss"])
         if not is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
@@ -94,11 +83,6 @@ class Evaluate:
         return replace(self, metrics=metrics)
 
 
-def _given_by_losses(*_: Any) -> Any:
-    """The default of `Job.loss` and `Job.optimizer`, which only a job of several losses may leave out."""
-    raise AssertionError("a job has a loss and an optimizer")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A single-device training job. It knows nothing of ranks: each rank calls its functions itself.
@@ -110,8 +94,6 @@ class Job:
         scalar sum and the number of items in it, for a mean over something else (tokens, pixels).
     optimizer: of a list of (name, full-shape parameter); returns an optimizer, or a list of optimizers over
         disjoint parameters.
-    losses: in place of `loss`, `optimizer`, `scheduler` and `clip_grad_norm`, several of them, each with parameters
-        of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
     data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset; its `set_epoch(epoch)` is called, if it has one.
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
@@ -174,9 +156,8 @@ class Job:
     """
 
     model: Callable[[], nn.Module]
-    loss: LossFunction = _given_by_losses
-    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] = _given_by_losses
-    losses: Mapping[str, Objective] = field(default_factory=dict[str, Objective])
+    loss: LossFunction
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
     data: Callable[[], Any]
     batch_size: int
     steps: int
@@ -205,13 +186,12 @@ class Job:
     buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
 
     def __post_init__(self) -> None:
-        self._take_losses()
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
                 raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
             if not isinstance(value, nn.Module) or name != "model":
-                check_takes(f"Job({name}=...)", value, _TAKES[name], f" Write it like {name}={example}.")
+                check_takes(f"Job({name}=...)", value, TAKES[name], f" Write it like {name}={example}.")
         if isinstance(self.model, nn.Module):
             raise JobError(
                 "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
@@ -228,7 +208,7 @@ class Job:
             raise JobError(
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
-        check_clip("Job", self.clip_grad_norm)
+        _check_clip(self.clip_grad_norm)
         if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
             raise JobError(
                 f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
@@ -266,34 +246,10 @@ class Job:
         """Samples of a batch of an evaluation; the last one may have fewer."""
         return (self.evaluate and self.evaluate.batch_size) or self.batch_size
 
-    def _take_losses(self) -> None:
-        losses, own = self.losses, (self.loss, self.optimizer)
-        if not isinstance(losses, Mapping) or not all(
-            isinstance(name, str) and name and isinstance(each, Objective) for name, each in losses.items()
-        ):
-            raise JobError(
-                'Job(losses=...) must be objectives by name, like losses={"critic": ml.Objective(...), "actor": ml.Objective(...)}.'
-            )
-        if not losses:
-            missing = [name for name in ("loss", "optimizer") if getattr(self, name) is _given_by_losses]
-            if missing:
-                raise JobError(f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...).")  # fmt: skip
-            return
-        derived = isinstance(self.optimizer, EachItsOwn) and self.optimizer.losses is losses  # by `replace`
-        given = not derived and own != (_given_by_losses, _given_by_losses)
-        if given or self.scheduler is not None or self.clip_grad_norm is not None:
-            raise JobError(
-                "Job(loss=..., optimizer=..., scheduler=..., clip_grad_norm=...) are of a job of one loss, and losses=... is given. Give each Objective its own."
-            )
-        if min(each.every for each in losses.values()) > 1:
-            raise JobError(
-                "Every loss of Job(losses=...) has every=2 or more, so some steps have none. Let one have every=1."
-            )
-        if not derived:
-            apart = with_functions_of_their_own(losses)
-            object.__setattr__(self, "losses", apart)
-            object.__setattr__(self, "optimizer", EachItsOwn(apart))
-            object.__setattr__(self, "loss", next(iter(apart.values())).loss)
+
+def _check_clip(clip: Any) -> None:
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+        raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
 
 
 def _check_weights(job: Job) -> None:
@@ -327,7 +283,6 @@ def _check_modules(setting: str, given: Any, example: str) -> None:
         raise JobError(f"Job({setting}=...) must be names or types of modules, like {setting}={example}.")
 
 
-_TAKES = {**OBJECTIVE_TAKES, "model": (), "data": (), "collate": ("samples",)}
 _EXAMPLES = {
     "model": "lambda: GPT()",
     "loss": "lambda model, batch: cross_entropy(model(batch['x']), batch['y'])",

@@ -145,12 +145,6 @@ def chunk_seed(seed: int, step: int, chunk: int) -> int:
     return derive(seed, "chunk", step, chunk)
 
 
-def seed_of_turn(seed: int, draws: int) -> int:
-    """The seed of a chunk's draws in one of a step's turns. seed: of the chunk. draws: the turn's number, 0 of the
-    first."""
-    return derive(seed, "turn", draws) if draws else seed
-
-
 def evaluation_seed(seed: int, step: int, chunk: int) -> int:
     """The seed of what torch, `random` and numpy draw in every metric for chunk `chunk` of batch `step` of an evaluation."""
     return derive(seed, "evaluation", step, chunk)

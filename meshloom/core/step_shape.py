@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 
 class StepShape(NamedTuple):
-    """Of a step on one rank, or of a turn of it.
+    """Of a step on one rank.
 
     chunks: that the rank computes, each from its forward to the end of its backward before the next; None:
         those of a pipeline, whose forwards and backwards are in another order. may_wait: whether a backward
-        may wait for other replicas, as all of them compute in one order. loss: number of the one that is
-        computed, in a job of several.
+        may wait for other replicas, as all of them compute in one order.
     """
 
     chunks: int | None = None
     may_wait: bool = True
-    loss: int = 0

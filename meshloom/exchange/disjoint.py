@@ -1,10 +1,9 @@
-"""Exchanges of disjoint parameters as one: of those with dense gradients and those with sparse ones, and of
-each of several losses, which steps take in turn."""
+"""Exchanges of disjoint parameters as one: of those with dense gradients and of those with sparse ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -13,29 +12,25 @@ from meshloom.core.losses.loss_scale import Divisor
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Emit, Exchange, Memory, Ownership, Ready
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
-from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+from meshloom.telemetry.traffic import ExpectedBytes
 
 T = TypeVar("T", bound=Exchange)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OfSome:
-    """named: the parameters whose gradients `exchange` takes. loss: number of the one whose turns these are;
-    None: every turn."""
+    """named: the parameters whose gradients `exchange` takes."""
 
     exchange: Exchange
     named: Sequence[tuple[str, nn.Parameter]]
-    loss: int | None = None
 
 
 class Disjoint(Exchange):
-    """Of the parts whose turn it is gradients are exchanged; nothing is sent of the others, whose gradients
-    are None."""
+    """Each part exchanges the gradients of its own parameters."""
 
     def __init__(self, parts: Sequence[OfSome]) -> None:
-        self.parts, self._now = parts, list(parts)
-        self._part = {id(parameter): part for part in parts for _, parameter in part.named}
-        self._turns = [0] * len(parts)  # of each so far
+        self.parts = parts
+        self._of = {id(parameter): part.exchange for part in parts for _, parameter in part.named}
         several = [each.exchange.ownership for each in parts]
         apart: list[Memory] = [each.memory for each in several if each.memory != "whole"]
         self.ownership = Ownership(
@@ -48,41 +43,30 @@ class Disjoint(Exchange):
         )
 
     def begin(self, shape: StepShape) -> None:
-        self._now = [each for each in self.parts if each.loss in (None, shape.loss)]
-        for number, each in enumerate(self.parts):
-            self._turns[number] += each in self._now
-        for each in self._now:
+        for each in self.parts:
             each.exchange.begin(shape)
 
     def begin_chunk(self) -> None:
-        for each in self._now:
+        for each in self.parts:
             each.exchange.begin_chunk()
 
     def end_chunk(self) -> None:
-        for each in self._now:
+        for each in self.parts:
             each.exchange.end_chunk()
 
     def buffer(self, parameter: Tensor) -> GradBuffer | None:
-        part = self._part.get(id(parameter))
-        return part.exchange.buffer(parameter) if part and part in self._now else None
+        exchange = self._of.get(id(parameter))
+        return exchange.buffer(parameter) if exchange else None
 
     def hook(self, parameter: nn.Parameter) -> Ready | None:
-        part = self._part.get(id(parameter))  # None: no loss trains it
-        ready = part.exchange.hook(parameter) if part else None
-        if ready is None or part is None or part.loss is None:
-            return ready
-        # not of others, which programs report for every chunk
-        return lambda parameter: ready(parameter) if parameter.requires_grad else None
+        exchange = self._of.get(id(parameter))
+        return exchange.hook(parameter) if exchange else None
 
     def finish(self, weight: Divisor) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = []
-        for each in self.parts:
-            none = [None] * len(each.exchange.ownership.owned)
-            gradients += each.exchange.finish(weight) if each in self._now else none
-        return gradients
+        return [gradient for each in self.parts for gradient in each.exchange.finish(weight)]
 
     def publish(self) -> bool:
-        changed = [each.exchange.publish() for each in self._now]  # all of them
+        changed = [each.exchange.publish() for each in self.parts]  # all of them
         return any(changed)
 
     def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
@@ -90,20 +74,10 @@ class Disjoint(Exchange):
         for each in self.parts:
             number = len(each.exchange.ownership.owned)
             mine, rest = rest[:number], rest[number:]
-            if each in self._now:
-                each.exchange.gather(mine, emit)
-            else:
-                for name, _ in each.named:
-                    emit(name, None)
+            each.exchange.gather(mine, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
-        found = ExpectedBytes()
-        for each, turns in zip(self.parts, self._turns, strict=True):
-            own = each.exchange.expected_bytes()
-            if each.loss is not None:
-                own = replace(own, per_step=Traffic(), so_far=own.so_far + own.per_step * turns)
-            found += own
-        return found
+        return sum((each.exchange.expected_bytes() for each in self.parts), ExpectedBytes())
 
 
 def parts_of(exchange: Exchange, kind: type[T]) -> list[T]:

@@ -96,7 +96,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, shape: StepShape) -> None:
-        """Discards the gradients of the previous step, or of the turn before."""
+        """Discards the gradients of the previous step."""
 
     @abstractmethod
     def begin_chunk(self) -> None:

@@ -33,8 +33,7 @@ class Setup:
     a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
     copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
     that are not counted. slices: parts of the replicas, under zero_within. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
-    names of the parameters with sparse gradients; kept, sparse_only, used_rows: of these, as for `SparseGradients`. loss_of:
-    name -> number of the loss that trains the parameter.
+    names of the parameters with sparse gradients; kept, sparse_only, used_rows: of these, as for `SparseGradients`.
     """
 
     plan: Plan
@@ -54,7 +53,6 @@ class Setup:
     kept: Collection[str] = ()
     sparse_only: Collection[str] = ()
     used_rows: Callable[[str], Tensor | None] = lambda name: None
-    loss_of: Callable[[str], int] = lambda name: 0
 
     @property
     def dense(self) -> Named:

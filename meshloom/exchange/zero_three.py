@@ -36,7 +36,7 @@ def open_zero_three(setup: Setup) -> Exchange:
         # added up at equal places on all of them, whatever else they hold.
         if name in setup.lent:
             return name
-        return name in late, name in replicated, setup.loss_of(name)
+        return name in late, name in replicated
 
     owned = {name for name, _ in setup.named}
     parts = setup.slices
@@ -108,7 +108,6 @@ class ZeroThree(Unbuffered):
         )
 
     def begin(self, shape: StepShape) -> None:
-        self.gathering.loss = shape.loss
         for part in self._trained:
             part.summed = part.gradient = None
             for entry in part.entries:

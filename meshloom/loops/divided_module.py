@@ -159,9 +159,12 @@ class DividedModule(AveragedExecution):
                 if check and forward not in self._guards:
                     on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
                 if self._share.is_whole:
-                    self._programs.losses.loss = forward
                     self._programs.open(
-                        [like], self._ranks.everyone, self._copy or self._module, training=training
+                        [like],
+                        self._ranks.everyone,
+                        self._copy or self._module,
+                        loss=forward,
+                        training=training,
                     )
                 ready = self._programs.ready(like, loss=forward, training=training)
             if self._share.is_whole:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,27 +42,8 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 Evaluate = Callable[[], tuple[Sequence[Tensor | None], float]]
 
 
-@dataclass
-class _OfOneLoss:
-    """What updates the parameters of one of the job's losses.
-
-    looks_at_whole: whether some of the optimizers update whole parameters, not elements. takes_closure: whether its
-    optimizer evaluates the loss itself. evaluations: of the loss so far, for updates. fetch, give_back: how gradients reach whole
-    parameters, and how updated values return.
-    """
-
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[Any]
-    clip_grad_norm: float | None
-    looks_at_whole: bool
-    takes_closure: bool
-    evaluations: int = 0
-    fetch: Sequence[Callable[[Sequence[Tensor | None]], None]] = ()
-    give_back: Sequence[Callable[[], None]] = ()
-
-
 class Updater:
-    """Updates what this rank owns, once a step; of several losses the parameters of the one whose turn it is.
+    """Updates what this rank owns, once a step.
 
     named_parameters: every trainable parameter by name, each once, full. A parameter that the user's function
     gives to no optimizer is not updated.
@@ -72,7 +53,7 @@ class Updater:
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
     offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
-    scaled: whether the loss is, so that updates may be skipped. schedulers: of all losses.
+    scaled: whether the loss is, so that updates may be skipped. evaluations: of the loss so far, for updates.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -98,11 +79,11 @@ class Updater:
         self._optimizers = user.optimizers
         is_divided = ownership.owners is not None or bool(shards.pieces) or stages is not None
         check_stages(user, stages.size if stages is not None else 1)
-        self._losses = _by_loss(job, user)
-        self._turn = self._losses[0]
-        self.takes_closures = any(each.takes_closure for each in self._losses)
+        self._looks_at_whole = any(reach != "element" for reach in user.reaches)
+        self.takes_closures = any(map(takes_closure, user.optimizers))
+        self._evaluations = 0
         _check_closures(user, ownership, offload=offload, scaled=scaled)
-        self.schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
+        self.schedulers = make_schedulers(job, user.returned)
         self.updated = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, ownership, shards
@@ -110,11 +91,10 @@ class Updater:
             if is_divided
             else assign_everything(user, named_parameters, ownership)
         )
-        for each in self._losses:
-            if each.looks_at_whole:
-                each.fetch, each.give_back = _of_whole(self.updated)
+        # how gradients reach whole parameters, and how updated values return
+        self._fetch, self._give_back = _of_whole(self.updated) if self._looks_at_whole else ([], [])
         self._theirs, self._own = _by_whose_gradients(self.updated, ownership)
-        clips = any(each.clip_grad_norm is not None for each in self._losses)
+        clips = job.clip_grad_norm is not None
         self._counted = (
             _counted_here(ownership.owned, shards, self._device) if shards.size > 1 and clips else None
         )
@@ -148,10 +128,6 @@ class Updater:
         """What is called before gradients are computed; None: nothing is offloaded."""
         return self._offloaded.begin_step if self._offloaded else None
 
-    def turn_to(self, number: int) -> None:
-        """From now on updates are of the parameters of the job's loss of this number."""
-        self._turn = self._losses[number]
-
     def update(
         self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0, evaluate: Evaluate | None = None, skip: bool = False
     ) -> Tensor | None:  # fmt: skip
@@ -162,13 +138,13 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
         """
-        turn, masters = self._turn, self.masters
+        masters = self.masters
         before = [(target, target.grad) for target in self._theirs]
         norm = self._take(masters.raised(gradients) if masters else gradients)
         if not skip:
-            with _scaled(turn.optimizers, rate) if rate != 1.0 else nullcontext():
-                for optimizer in turn.optimizers:
-                    if turn.takes_closure and evaluate is not None:
+            with _scaled(self._optimizers, rate) if rate != 1.0 else nullcontext():
+                for optimizer in self._optimizers:
+                    if self.takes_closures and evaluate is not None:
                         _step_with_closure(optimizer, loss, partial(self._evaluated, evaluate))
                     else:
                         self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
@@ -176,19 +152,19 @@ class Updater:
             target.grad = gradient  # it is the exchange's
         for target in self._own:
             target.grad = None
-        for give_back in turn.give_back:
+        for give_back in self._give_back:
             give_back()
         if masters:
             masters.publish()
-        for scheduler in turn.schedulers if not skip else ():
+        for scheduler in self.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return None if skip else norm
 
     def _take(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Clip, and give the optimizers of this turn their gradients; the norm."""
-        turn = self._turn
-        turn.evaluations += 1
-        norm = None if turn.clip_grad_norm is None else self._clipped(gradients, turn.clip_grad_norm)
+        """Clip, and give the optimizers their gradients; the norm."""
+        limit = self._job.clip_grad_norm
+        self._evaluations += 1
+        norm = None if limit is None else self._clipped(gradients, limit)
         for target, gradient in zip(self.updated.targets, gradients, strict=True):
             if target is not None:
                 if (
@@ -198,7 +174,7 @@ class Updater:
                 ):
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
-        for fetch in turn.fetch:
+        for fetch in self._fetch:
             fetch(gradients)
         return norm
 
@@ -251,13 +227,10 @@ class Updater:
         fulls = [each.expected_bytes() for each in (parts.from_slices, parts.from_shards) if each]
         whole = sum(fulls, ExpectedBytes())
         expected += self.masters.expected_bytes() if self.masters else ExpectedBytes()
-        for each in self._losses:
-            sent = norm if each.clip_grad_norm is not None else Traffic()
-            sent += whole.per_step if each.looks_at_whole else Traffic()
-            every_step = len(self._losses) == 1 and not each.takes_closure
-            expected += (
-                ExpectedBytes(per_step=sent) if every_step else ExpectedBytes(so_far=sent * each.evaluations)
-            )
+        sent = norm if self._job.clip_grad_norm is not None else Traffic()
+        sent += whole.per_step if self._looks_at_whole else Traffic()
+        often = self.takes_closures
+        expected += ExpectedBytes(so_far=sent * self._evaluations) if often else ExpectedBytes(per_step=sent)
         return expected + replace(whole, per_step=Traffic())
 
 
@@ -319,19 +292,6 @@ def _check_closures(user: UserOptimizers, ownership: Ownership, *, offload: bool
             f"{kind} looks at all parameters and at its history of them in every evaluation of the loss, so every rank keeps all of both, equal on all; "
             "under this plan ranks would not. Use zero=0, exchange=all_reduce and offload=none."
         )
-
-
-def _by_loss(job: Job, user: UserOptimizers) -> list[_OfOneLoss]:
-    limits = [each.clip_grad_norm for each in job.losses.values()] or [job.clip_grad_norm]
-    found: list[_OfOneLoss] = []
-    for limit, schedulers, count in zip(
-        limits, make_schedulers(job, user.returned), user.of_loss, strict=True
-    ):
-        start = sum(len(each.optimizers) for each in found)
-        whole = any(reach != "element" for reach in user.reaches[start : start + count])
-        optimizers = user.optimizers[start : start + count]
-        found.append(_OfOneLoss(optimizers, schedulers, limit, whole, any(map(takes_closure, optimizers))))
-    return found
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.job_functions import as_list
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric
-from meshloom.core.objectives import EachItsOwn, as_list
 from meshloom.core.plan import Plan
 from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach
 from meshloom.optimizer.state_pieces import settings
@@ -26,16 +26,15 @@ from meshloom.parameters.values.shape_alone import ShapeAlone, ValueReadError
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
-    """What the job's optimizer function returned, that of each loss, and all of it as a list. reaches: what the updates
+    """What the job's optimizer function returned, and all of it as a list. reaches: what the updates
     of each optimizer depend on. names: of the parameters, by optimizer and group. given: the settings of these groups as the
-    function gave them, as JSON; none where they cannot be saved. of_loss: of each loss, how many of the optimizers."""
+    function gave them, as JSON; none where they cannot be saved."""
 
-    returned: list[Any]
+    returned: Any
     optimizers: list[Optimizer]
     names: list[list[list[str]]]
     given: list[list[Any]]
     reaches: list[Reach]
-    of_loss: list[int]
 
     @property
     def looks_at_all(self) -> Optimizer | None:
@@ -62,14 +61,8 @@ class UserOptimizers:
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
     """Calls `job.optimizer` with the parameters. Raises `JobError` for optimizers that cannot be used."""
     names = {id(parameter): name for name, parameter in named_parameters}
-    returned: list[Any] = []
-    optimizers: list[Optimizer] = []
-    of_loss: list[int] = []
-    for loss, made in _called(job, named_parameters):
-        mine = _check(made, names, f"The optimizer function{loss}")
-        returned.append(made)
-        of_loss.append(len(mine))
-        optimizers += mine
+    returned = _called(job, named_parameters)
+    optimizers = _check(returned, names)
     _check_disjoint(optimizers, names)
     _check_elementwise(optimizers, job)
     grouped = [
@@ -78,7 +71,7 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimize
     ]
     return UserOptimizers(
         returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)],
-        reaches=[reach_for(each, job) for each in optimizers], of_loss=of_loss,
+        reaches=[reach_for(each, job) for each in optimizers],
     )  # fmt: skip
 
 
@@ -137,27 +130,21 @@ def for_optimizers(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
     return plan, [f"{why}: every rank gathers them.{instead}"]
 
 
-def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:
-    """Of each loss, the schedulers for what its optimizer function returned: none, one or several. Raises `JobError`
-    for those that cannot be used."""
-    functions = [each.scheduler for each in job.losses.values()] or [job.scheduler]
-    made = [_schedulers(function, of) for function, of in zip(functions, returned, strict=True)]
-    _check_metrics([scheduler for each in made for scheduler in each], job)
-    return made
-
-
-def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
-    if function is None:
+def make_schedulers(job: Job, returned: Any) -> list[Any]:
+    """The schedulers for what the job's optimizer function returned: none, one or several. Raises `JobError` for those that
+    cannot be used."""
+    if job.scheduler is None:
         return []
-    schedulers = [as_scheduler(each) for each in as_list(function(made))]
+    schedulers = [as_scheduler(each) for each in as_list(job.scheduler(returned))]
     for scheduler in schedulers:
         if not is_scheduler(scheduler):
             raise JobError(
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
                 "CosineAnnealingLR(optimizer, 100), a function of a step's number, or a list of them."
             )
-        _check_optimizer(scheduler, as_list(made))
+        _check_optimizer(scheduler, as_list(returned))
         scheduler_values(scheduler)  # find out now rather than at the first checkpoint
+    _check_metrics(schedulers, job)
     return schedulers
 
 
@@ -196,14 +183,10 @@ def scheduler_values(scheduler: Any) -> Any:
         ) from None
 
 
-def _called(job: Job, named_parameters: NamedParameters) -> list[tuple[str, Any]]:
-    """Of each loss, how errors name it and what its optimizer function returned."""
-    named = list(named_parameters)
+def _called(job: Job, named_parameters: NamedParameters) -> Any:
+    """What the optimizer function returned."""
     try:
-        if not job.losses:
-            return [("", job.optimizer(named))]
-        assert isinstance(job.optimizer, EachItsOwn)
-        return [(f" of loss {name!r}", made) for name, made in job.optimizer.by_loss(named).items()]
+        return job.optimizer(list(named_parameters))
     except ValueError as error:
         if "empty parameter list" in str(error):
             raise JobError(
@@ -212,22 +195,22 @@ def _called(job: Job, named_parameters: NamedParameters) -> list[tuple[str, Any]
         raise
 
 
-def _check(made: Any, names: Mapping[int, str], function: str) -> list[Optimizer]:
+def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
     optimizers = as_list(made)
     if not optimizers:
         raise JobError(
-            f"{function} returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."
+            "The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."
         )
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise JobError(
-                f"{function} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
+                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
                 "over disjoint parameters."
             )
         if takes_closure(optimizer) and len(optimizers) > 1:
             raise JobError(
-                f"{type(optimizer).__name__} evaluates the loss several times in a step, and {function[0].lower()}{function[1:]} returned {len(optimizers)} optimizers. "
-                "Return it alone, or give the others' parameters a loss of their own (Job(losses=...))."
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, and the optimizer function returned {len(optimizers)} optimizers. "
+                "Return it alone."
             )
         parameters = parameters_of(optimizer)
         if not parameters:

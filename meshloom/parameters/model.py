@@ -75,11 +75,6 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
     }
     sparse = {each.name: each.digest() for each in sparse_attributes(model)}
     given = {"weights": "from files"} if job.weights is not None else {}
-    if job.losses:
-        given["losses"] = ", ".join(
-            f"{name} (updates={each.updates}, every={each.every}, clip_grad_norm={each.clip_grad_norm})"
-            for name, each in job.losses.items()
-        )
     torchs = {f"torch's setting of {name}": value for name, value in numeric_settings().items()}
     return {"plan": str(plan), **settings, **torchs, **given, **described, **sparse}
 

@@ -11,7 +11,6 @@ from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MachineError, PlanError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
-from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
@@ -19,7 +18,7 @@ from meshloom.machine.machine import Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.fake_step import NeedsValuesError
 from meshloom.planner.memory.measured import measure_memory
-from meshloom.planner.memory.memory import Memory, in_turn, predict_memory
+from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.planner.memory.rank_memory import HeldBytes, copied_by, window_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
@@ -119,11 +118,10 @@ class Pricer:
         self._job, self._timings = job, timings
         self._devices = devices
         self._cache = cache
-        self._readings = [Readings(each, cache, timings) for each in jobs_of(job).values()]  # of each loss
+        self._readings = Readings(job, cache, timings)
         self.unread = ""
         try:
-            for readings in self._readings:
-                readings.of(job.batch_size)
+            self._readings.of(job.batch_size)
         except CaptureError as error:
             self.unread = str(error)
         predicted = self._predicted(Plan())
@@ -226,8 +224,8 @@ class Pricer:
         """Bytes of the largest parameter; 0 where it is not known."""
         if self.unread:
             return 0
-        programs = [each.of(self._job.batch_size).program for each in self._readings]
-        return max((each.meta.num_bytes for one in programs for each in one.parameters.values()), default=0)
+        parameters = self._readings.of(self._job.batch_size).program.parameters
+        return max((each.meta.num_bytes for each in parameters.values()), default=0)
 
     def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
         """From shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without
@@ -235,16 +233,12 @@ class Pricer:
         if self.unread:
             return None
         samples = chunk_sizes(self._job.batch_size, plan.num_chunks)[0]
-
-        def of_loss(readings: Readings) -> Memory:
+        try:
             return predict_memory(
-                readings.of(samples).program, readings.job.optimizer, microbatches=plan.microbatches,
+                self._readings.of(samples).program, self._job.optimizer, microbatches=plan.microbatches,
                 dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
                 copies=self._job.checkpoint == "background", offload=plan.offload != "none",
             )  # fmt: skip
-
-        try:
-            return in_turn([of_loss(each) for each in self._readings], bucketed=plan.dp > 1)
         except NeedsValuesError:  # then memory is measured
             return None
 
@@ -257,10 +251,9 @@ class Pricer:
             raise MachineError(
                 f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
             )
-        read = [each.of(self._job.batch_size) for each in self._readings]
+        read = self._readings.of(self._job.batch_size)
         there_seconds, here_seconds = (
-            sum(program_seconds(each.program, each.costs, machine).total for each in read)
-            for machine in (there, here)
+            program_seconds(read.program, read.costs, machine).total for machine in (there, here)
         )
         return there_seconds / here_seconds
 

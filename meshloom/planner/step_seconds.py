@@ -67,8 +67,7 @@ class Places:
 
 
 def price_step(rehearsal: Rehearsal, machine: Machine, *, places: Places | None = None) -> StepPrice:
-    """The price of the median of the rehearsed steps, or of the mean over a round of local steps, or over the turns of
-    several losses.
+    """The price of the median of the rehearsed steps, or of the mean over a round of local steps.
 
     Raises `MachineError` if the machine was calibrated with one rank.
     """
@@ -76,8 +75,6 @@ def price_step(rehearsal: Rehearsal, machine: Machine, *, places: Places | None 
     prices = [pricer.price(step) for step in rehearsal.steps]
     if EXCHANGES[rehearsal.plan.exchange].independent:
         return _mean(prices)
-    if rehearsal.turns != 1.0:
-        return _mean(prices, rehearsal.turns)
     return sorted(prices, key=lambda each: each.seconds)[(len(prices) - 1) // 2]
 
 
@@ -214,12 +211,11 @@ def _collective(kind: str) -> Collective:
     return _LIKE[kind]
 
 
-def _mean(prices: Sequence[StepPrice], turns: float = 1.0) -> StepPrice:
-    """turns: how many of them a step has."""
+def _mean(prices: Sequence[StepPrice]) -> StepPrice:
     communication: dict[Axis, float] = {
-        axis: turns * statistics.mean(each.communication.get(axis, 0.0) for each in prices) for axis in AXES
+        axis: statistics.mean(each.communication.get(axis, 0.0) for each in prices) for axis in AXES
     }
     numbers = ("seconds", "chunks", "exchange", "update", "other")
-    means = {name: turns * statistics.mean(getattr(each, name) for each in prices) for name in numbers}
+    means = {name: statistics.mean(getattr(each, name) for each in prices) for name in numbers}
     idle = statistics.mean(each.idle_share for each in prices)
     return StepPrice(communication=MappingProxyType(communication), idle_share=idle, **means)

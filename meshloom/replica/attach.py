@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -11,20 +10,18 @@ from meshloom.core.job import NamedParameters
 from meshloom.replica import step_checks
 from meshloom.replica.attachments import Averaged
 from meshloom.replica.gradient_completion import made_alike
-from meshloom.replica.replica import Gradients, Replica
+from meshloom.replica.replica import Replica
 
 
 def attach(replica: Replica, frozen: NamedParameters) -> None:
     """What this job and plan need at the points of a step. frozen: what nothing trains."""
-    at, engine, own, plan = replica.attached, replica.engine, replica.own, replica.inner
+    at, engine, plan = replica.attached, replica.engine, replica.inner
     ownership = replica.exchange.ownership
     writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan)
     engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
         at.chunks_done.append(pace.end)
-    if own:
-        at.around.append(lambda step: own.of(replica.sums.loss))
     if _adds_in_any_order(replica.context.device):
         at.synced.append(
             lambda step, gradients: made_alike(
@@ -44,7 +41,7 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     if replica.scope.ends_chunks:
         at.checked.append(lambda step: replica.scope.finish())
     if engine.borrows:
-        at.published.append(partial(_refresh_borrowed, replica))
+        at.published.append(lambda found: engine.refresh_borrowed())
     if replica.updates and (averages := replica.updater.state.averages):
         at.published.append(lambda found: None if found.overflowed else averages.update())
 
@@ -69,8 +66,3 @@ def _check_copy(
     first = replica.evaluations == 1 and replica.engine.stages.one_by_one
     writes.check_copy(replica.context.world, first=first)
     return gradients
-
-
-def _refresh_borrowed(replica: Replica, found: Gradients) -> None:
-    with replica.own.of(replica.sums.loss) if replica.own else nullcontext():
-        replica.engine.refresh_borrowed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -12,12 +12,11 @@ from torch import nn
 
 from meshloom.comm.rank_context import RankContext
 from meshloom.core.job import Job
-from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import INDUCTOR, draw_as_written
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
-from meshloom.core.random import Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
+from meshloom.core.random import Rows, chunk_seed, evaluation_seed, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
@@ -40,7 +39,7 @@ class Observer(Protocol):
         ...
 
     def computed(self, gradients: Any) -> None:
-        """After the first half of a step, or of a turn of it, with its `Gradients`. All ranks wait here together."""
+        """After the first half of a step, with its `Gradients`. All ranks wait here together."""
         ...
 
     def updated(self, result: Any) -> None:
@@ -51,7 +50,7 @@ class Observer(Protocol):
 class ChunkScope:
     """The chunks of one rank of a replica.
 
-    dtype: the precision that data is converted to; None: no conversion. turn: of the step, whose loss is computed.
+    dtype: the precision that data is converted to; None: no conversion.
     """
 
     def __init__(
@@ -64,19 +63,15 @@ class ChunkScope:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._job, self._plan, self._context, self._model, self._dtype = job, plan, context, model, dtype
-        # of every loss: stage -> the buffers that its forward writes, set by the engine
-        self.statistics: list[dict[int, RunningStatistics]] = [{} for _ in job.losses or ("",)]
-        self._finished = [0] * len(self.statistics)  # turns of each loss
+        self.statistics: Mapping[
+            int, RunningStatistics
+        ] = {}  # stage -> the buffers that its forward writes, set by the engine
+        self._finished = 0  # evaluations of the loss
         self.observer: Observer | None = None
         self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
-        self.turn = LossTurn()
         self._evaluation_writes = set[str]()  # names of what evaluations write
         self._told = set[str]()  # those that are in notes
         self.notes: list[str] = []  # others for the user
-
-    def turn_to(self, turn: LossTurn) -> None:
-        """In a job of several losses: chunks are those of this turn from now on."""
-        self.turn = turn
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
@@ -86,7 +81,7 @@ class ChunkScope:
     def forward(self, chunk: Chunk, *, stage: int = 0, observed: bool = True) -> Iterator[None]:
         """Context of a chunk's forward on a stage, this rank's chunks in order."""
         with ExitStack() as around:
-            if (statistics := self._now[stage]).merges:
+            if (statistics := self.statistics[stage]).merges:
                 around.enter_context(statistics.chunk())
             self._seed(chunk, around, self.observer if observed else None)
             yield
@@ -100,8 +95,7 @@ class ChunkScope:
 
     def moment(self, chunk: Chunk) -> Moment:
         """Of a chunk's forward."""
-        seed = chunk_seed(self._job.seed, chunk.step, self.key_of(chunk)[0])
-        return Moment(seed_of_turn(seed, self.turn.draws), chunk.step)
+        return Moment(chunk_seed(self._job.seed, chunk.step, self.key_of(chunk)[0]), chunk.step)
 
     def evaluation(self, chunk: Chunk, updates: int) -> Moment:
         """Of a chunk's metrics after `updates` updates."""
@@ -138,22 +132,20 @@ class ChunkScope:
     @property
     def ends_chunks(self) -> bool:
         """Whether `finish` has something to do."""
-        return bool(self._constants) or any(
-            each.merges for by_stage in self.statistics for each in by_stage.values()
-        )
+        return bool(self._constants) or any(each.merges for each in self.statistics.values())
 
     def finish(self) -> None:
         """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has
         changed a constant."""
         for constant in self._constants:
             constant.check()
-        for statistics in self._now.values():
+        for statistics in self.statistics.values():
             statistics.finish()
-        self._finished[self.turn.number] += 1
+        self._finished += 1
 
     def take_notes(self) -> list[str]:
         """Notes for the user about what forwards write, each once; clears them."""
-        everything = [each for by_stage in self.statistics for each in by_stage.values() if each.merges]
+        everything = [each for each in self.statistics.values() if each.merges]
         notes = [*self.notes, *(note for statistics in everything for note in statistics.take_notes())]
         self.notes = []
         new = sorted(self._evaluation_writes - self._told)
@@ -161,16 +153,9 @@ class ChunkScope:
         return [*notes, _UNCHANGED.format(shown_names(new))] if new else notes
 
     def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
-        """Of merging buffers. each_time: counted by evaluations of the losses, not by steps."""
-        found = ExpectedBytes()
-        for by_stage, turns in zip(self.statistics, self._finished, strict=True):
-            own = sum((each.expected_bytes() for each in by_stage.values()), ExpectedBytes())
-            found += ExpectedBytes(so_far=own.per_step * turns) if each_time else own
-        return found
-
-    @property
-    def _now(self) -> dict[int, RunningStatistics]:
-        return self.statistics[self.turn.number]
+        """Of merging buffers. each_time: counted by evaluations of the loss, not by steps."""
+        own = sum((each.expected_bytes() for each in self.statistics.values()), ExpectedBytes())
+        return ExpectedBytes(so_far=own.per_step * self._finished) if each_time else own
 
     def key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
         """The number of the chunk whose draws this one has, and which of its rows."""

@@ -18,7 +18,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import LossFunction, NamedParameters
-from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.step_shape import StepShape
@@ -65,25 +64,21 @@ class Engine:
         self._completion: GradientCompletion
         self._gathered: GatheredTensors
 
-    def open(
-        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
-    ) -> None:  # fmt: skip
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> None:
         """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
         that training writes here.
 
         unfilled: gives values to the share, as `model` has none yet; parameters get theirs from who opens the
             exchange, which knows what is kept of them. None: the model has its values.
-        own: which gradients each loss has, in a job of several.
         """
         with self._timings.of("parts and waiting"):
             self._model, self._scope, stages = model, scope, self.stages
-            stages.open(model, scope, unfilled, own)
+            stages.open(model, scope, unfilled)
             self.ownership = PipelineOwnership(stages.holders, self._pp)
             self.ownership.release(model)
             self.shards = Shards(stages.pieces, self._tp)
             take_share(model, self.shards, unfilled, self.context.world)
-            for of_loss, found in zip(scope.statistics, stages.take(model, self.shards), strict=True):
-                of_loss |= found
+            scope.statistics = stages.take(model, self.shards)
             self._named = {name: each for name, each in model.named_parameters() if not each.is_meta}
             self._gathered = GatheredTensors(
                 model, self.ownership, self.shards, self._pp, self._tp, self.context.device
@@ -142,7 +137,7 @@ class Engine:
         """What a step on these non-empty chunks is like, of a batch of so many samples."""
         differ = self._has_several and stages_may_run_differently(self.plan, batch)
         one_by_one = len(chunks) if self.stages.one_by_one else None
-        return StepShape(chunks=one_by_one, may_wait=not differ, loss=self._scope.turn.number)
+        return StepShape(chunks=one_by_one, may_wait=not differ)
 
     def compute(self, chunks: Sequence[Chunk], sums: LossSums, recorder: Recorder | None) -> None:
         """Forward and backward of this replica's non-empty chunks."""

@@ -46,5 +46,5 @@ def _each(replica: Replica, expected: ExpectedBytes) -> ExpectedBytes:
 
 
 def _evaluates_often(replica: Replica) -> bool:
-    """Whether a step may evaluate losses more than once."""
-    return bool(replica.job.losses) or (replica.updates and replica.updater.takes_closures)
+    """Whether a step may evaluate the loss more than once."""
+    return replica.updates and replica.updater.takes_closures

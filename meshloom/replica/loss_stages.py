@@ -3,7 +3,7 @@
     ModuleStages     one stage, the user's module and loss as they are written (`module_stages.py`)
     ProgramStages    stages of programs captured from the loss, of this rank's shard (`program_stages.py`)
 
-Order of calls: `open`, `take`, `connect`, `attach`; then in every step `prepare` and `train`, after `turn_to` in a job of several losses.
+Order of calls: `open`, `take`, `connect`, `attach`; then in every step `prepare` and `train`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.pieces import Pieces
 from meshloom.core.job import LossFunction, NamedParameters
-from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.moments.current_step import Moment
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Exchange
@@ -36,9 +35,7 @@ from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.telemetry.traffic import ExpectedBytes
 from meshloom.tensor_parallel.division import Division
 
-Statistics = Sequence[
-    Mapping[int, RunningStatistics]
-]  # by loss: stage -> the buffers that its forward writes
+Statistics = Mapping[int, RunningStatistics]  # stage -> the buffers that its forward writes
 # microbatch, what the loss returned for it -> where its backward starts
 Finish = Callable[[int, Any], Tensor]
 
@@ -60,11 +57,8 @@ class Stages(ABC):
     late: Sequence[str] = ()  # parameters whose gradients ranks along tp have in parts until a step's end
 
     @abstractmethod
-    def open(
-        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
-    ) -> None:
-        """Decide what this rank holds of the full `model`. unfilled: gives it values later; None: it has them. own: which gradients each loss
-        has, in a job of several."""
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> None:
+        """Decide what this rank holds of the full `model`. unfilled: gives it values later; None: it has them."""
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
@@ -90,10 +84,6 @@ class Stages(ABC):
     @abstractmethod
     def attach(self, at: Attachments) -> None:
         """What they need at the points of a step."""
-
-    @abstractmethod
-    def turn_to(self, loss: LossFunction) -> None:
-        """In a job of several losses: from now on chunks are of this one."""
 
     @abstractmethod
     def schedule(self, num_microbatches: int) -> Schedule:

@@ -33,7 +33,7 @@ class LossSums:
 
     asked: whether some rank asks, once the sums are global. are_unlike: whether ranks have other learning rates than this one.
     are_means: whether losses of chunks are means over samples.
-    keeps_own: whether `own_divisor` is needed. loss: the name of that whose turn it is, if there are several. num_ranks: that tell.
+    keeps_own: whether `own_divisor` is needed. num_ranks: that tell.
     scale: by which backward's roots and the divisor of gradients are multiplied; None: there is none. overflowed: whether some
         rank's gradients overflowed with it, once that is known.
     readbacks: by which they come to the host, while the device goes on with what it was given after `start`; of other
@@ -55,7 +55,6 @@ class LossSums:
         self.logged: Mapping[str, float] = {}  # the newest step's means
         self.asked = self.overflowed = self.are_unlike = self.are_means = False
         self.scale, self.num_ranks = scale, num_ranks
-        self.loss = ""
         self._own: Tensor | None = None
         self._keeps_own = keeps_own
         self.readbacks, self._on_host = Readbacks(device), device.type == "cpu"
@@ -106,7 +105,7 @@ class LossSums:
         logged: Mapping[str, Any] = {}
         if isinstance(returned, dict):
             returned, logged = taken_apart(returned)
-        loss, weight = as_sum(returned, chunk.samples, of=self.loss)
+        loss, weight = as_sum(returned, chunk.samples)
         for name, value in logged.items():
             self._add_logged(name, value, weight)
         is_mean = not isinstance(returned, tuple)

@@ -15,9 +15,9 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import gather_objects, on_rank_0, share
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
+from meshloom.core.job_functions import Metric
 from meshloom.core.losses.all_samples import ComputeError, Whole, checked_samples, computed
 from meshloom.core.losses.loss_sum import as_sum
-from meshloom.core.objectives import Metric
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.local_sgd import within_round
 from meshloom.replica.replica import Replica

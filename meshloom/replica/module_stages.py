@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.logged import computed_with_logs
 from meshloom.core.losses.loss_sum import as_sum
-from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.current_step import Moment
@@ -55,9 +55,8 @@ class ModuleStages(Stages):
     def __init__(self, job: Job, plan: Plan, context: RankContext, *, updates: bool = True) -> None:
         self._job, self._plan, self._context = job, plan, context
         self.compiler = Compiler(context.device) if plan.compiles else None
-        self._compiled: dict[LossFunction, LossFunction] = {}  # by the loss as written
+        self._loss = job.loss  # compiled, where it is
         self._compiled_units: CompiledUnits | None = None
-        self.loss = job.loss  # whose turn it is
         self._model: nn.Module
         self.scope: ChunkScope
         self._parameters: NamedParameters = []
@@ -66,28 +65,20 @@ class ModuleStages(Stages):
         self._runs: dict[int, PipelineRun] = {}  # by number of chunks
         self._run: PipelineRun | None = None  # of the step
         self._leaves: list[str] = []
-        self.rows = GatheredRows(
-            plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet
-        )
+        self.rows = GatheredRows(plan, context, updates=updates, meet=self._meet)
 
-    def open(
-        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
-    ) -> None:
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> None:
         if self.compiler:
             check_together(self._context.world, self.compiler.check)
         self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
 
     def take(self, model: nn.Module, shards: Shards) -> Statistics:
         self._model, plan = model, self._plan
-        return [
-            {
-                0: RunningStatistics(
-                    model, self._context.groups["dp"], num_chunks=plan.microbatches, synchronised=plan.sync_batch_norm,
-                    rules=self._job.buffers, compiled=plan.compiles,
-                )
-            }
-            for _ in self._job.losses or ("",)
-        ]  # fmt: skip
+        statistics = RunningStatistics(
+            model, self._context.groups["dp"], num_chunks=plan.microbatches, synchronised=plan.sync_batch_norm,
+            rules=self._job.buffers, compiled=plan.compiles,
+        )  # fmt: skip
+        return {0: statistics}
 
     def connect(
         self, parameters: NamedParameters, exchange: Exchange, held: HeldParameters, completion: GradientCompletion
@@ -110,19 +101,14 @@ class ModuleStages(Stages):
 
     def attach(self, at: Attachments) -> None:
         if self._plan.num_chunks > 1:
-            begun = set[LossFunction]()
+            begun = count()
 
-            def first_of_each(step: int) -> AbstractContextManager[None]:
-                is_first = self.loss not in begun
-                begun.add(self.loss)
-                return hooks_kept(self._parameters, self._plan) if is_first else nullcontext()
+            def first_alone(step: int) -> AbstractContextManager[None]:
+                return nullcontext() if next(begun) else hooks_kept(self._parameters, self._plan)
 
-            at.around.append(first_of_each)
+            at.around.append(first_alone)
         if compiled := self._compiled_units:
             at.around.append(lambda step: compiled.computing())
-
-    def turn_to(self, loss: LossFunction) -> None:
-        self.loss = loss
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return make_schedule("1f1b", 1, num_microbatches)
@@ -136,7 +122,7 @@ class ModuleStages(Stages):
         if self._run:
             self._run.run(listeners)
         else:
-            self.rows.idle(self.loss)
+            self.rows.idle()
         return {}
 
     def evaluate(
@@ -152,7 +138,7 @@ class ModuleStages(Stages):
         def loss_of(chunk: Chunk) -> Tensor:
             data = self.scope.data(chunk)
             with self.scope.draws(chunk), self.drawing(chunk), self.rows.again():
-                return as_sum(self.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+                return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
 
         with self._held.computing("rerun", idle=not chunks):
             return find_not_finite(self._model, self._held.kept().items(), chunks, loss_of)
@@ -176,7 +162,7 @@ class ModuleStages(Stages):
 
     def computed(self, data: Any) -> Any:
         """What the loss returns for a chunk."""
-        return computed_with_logs(self._compiled.get(self.loss, self.loss), self._model, data)
+        return computed_with_logs(self._loss, self._model, data)
 
     def _run_of(self, num_chunks: int) -> PipelineRun:
         if num_chunks not in self._runs:
@@ -192,14 +178,13 @@ class ModuleStages(Stages):
             self._held.units.meet()
 
     def _compile(self, compiler: Compiler, held: HeldParameters) -> AbstractContextManager[Any]:
-        """Of units, each by itself; else of the losses."""
+        """Of units, each by itself; else of the loss."""
         units = held.slices.units if held.slices else ()
         if compiled := CompiledUnits(units, compiler):
             self._compiled_units = compiled
             return compiled.connect()
         if all(unit.module is None for unit in units):
-            of_job = [each.loss for each in self._job.losses.values()] or [self._job.loss]
-            self._compiled = {each: partial(unwatched, compiler.function(each)) for each in of_job}
+            self._loss = partial(unwatched, compiler.function(self._job.loss))
         return nullcontext()
 
 
@@ -224,7 +209,7 @@ class ModuleStage(StageRun):
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
             entered.enter_context(of.drawing(chunk))
-            entered.enter_context(of.rows.chunk(of.loss, chunk.step, chunk.batch))
+            entered.enter_context(of.rows.chunk(chunk.step, chunk.batch))
             root = self._finish(microbatch, of.computed(data))
             self._root = of.rows.end_forward(root)
             self._entered = entered.pop_all()

@@ -63,7 +63,7 @@ def prepare(replica: Replica) -> None:
     engine = replica.engine = Engine(plan, context, _stages_of(replica), timings)
     units: Units = units_of(job, plan, model) if plan.zero == 3 and plan.captures else ()
     replica.scope = ChunkScope(job, plan, context, model, dtype=replica.dtype)
-    engine.open(model, replica.scope, start.unfilled, replica.own)
+    engine.open(model, replica.scope, start.unfilled)
     if weights:
         with timings.of("reading weights"):
             filled = start.unfilled is not None  # as this rank's share was
@@ -137,4 +137,4 @@ def _exchange_of(
         unfilled=replica.start.unfilled, slices=context.slices, control=context.readers,
         sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only, used_rows=engine.stages.used_rows,
     )  # fmt: skip
-    return open_exchange(setup, replica.own)
+    return open_exchange(setup)

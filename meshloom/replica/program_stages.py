@@ -25,7 +25,6 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.core.buffer_rules import rule_of
 from meshloom.core.errors import CaptureError, DataError, JobError
 from meshloom.core.job import Job, LossFunction, NamedParameters
-from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.current_step import Moment
@@ -67,7 +66,7 @@ from meshloom.tensor_parallel.division import Division
 
 
 class ProgramStages(Stages):
-    """One rank's stages of `job`'s losses under `plan`."""
+    """One rank's stages of `job`'s loss under `plan`."""
 
     one_by_one = False
 
@@ -86,10 +85,8 @@ class ProgramStages(Stages):
             self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
         self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored)  # fmt: skip
         self.cutter = self.programs.cutter
-        self.cut: tuple[Stage, ...] = ()  # of this rank, as first cut, of every loss
-        self._cut: list[list[Stage]] = []  # by loss
+        self.cut: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.microbatches: Microbatches
-        self.losses = {name: each.loss for name, each in job.losses.items()} or {"": job.loss}
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._model: nn.Module
@@ -99,9 +96,7 @@ class ProgramStages(Stages):
         self._held: HeldParameters
         self._rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
 
-    def open(
-        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
-    ) -> None:
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> None:
         self._scope, self._compiled = scope, without_compilation(model)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
@@ -109,11 +104,8 @@ class ProgramStages(Stages):
         batches = first or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
         with unfilled.standing_in() if unfilled and world.rank == 0 else nullcontext():
-            found = _captured(self, model, there, batches, own)
-        self._cut = [
-            [each for each in of_loss if self.cutter.ranks[each.number] == self.pp.rank] for of_loss in found
-        ]
-        self.cut = tuple(each for of_loss in self._cut for each in of_loss)
+            found = _captured(self, model, there, batches)
+        self.cut = tuple(each for each in found if self.cutter.ranks[each.number] == self.pp.rank)
         self._check_divided(model)
         self.writes_trained = any(trained_writes(each.program) for each in self.cut)
         self.late, self.runs_modules = self.programs.summed, bool(self.programs.opaque)
@@ -129,13 +121,8 @@ class ProgramStages(Stages):
     def take(self, model: nn.Module, shards: Shards) -> Statistics:
         make_row_major(model)
         self._model, self._shards = model, shards
-        self._guards = {
-            each: Guards(each, model, self.programs.opaque).values for each in self.losses.values()
-        }
-        return [
-            {each.number: _statistics_of(each, model, self, shards) for each in of_loss}
-            for of_loss in self._cut
-        ]
+        self._guards = {self.job.loss: Guards(self.job.loss, model, self.programs.opaque).values}
+        return {each.number: _statistics_of(each, model, self, shards) for each in self.cut}
 
     def connect(
         self, parameters: NamedParameters, exchange: Exchange, held: HeldParameters, completion: GradientCompletion
@@ -152,13 +139,10 @@ class ProgramStages(Stages):
         return undo
 
     def attach(self, at: Attachments) -> None:
-        at.begin.append(lambda step: check_step(self._guards[self.programs.losses.loss]))
+        at.begin.append(lambda step: check_step(self._guards[self.job.loss]))
         at.around.append(lambda step: least_squares_alike())
         if self._rows.flags.numel():
             at.begin.append(lambda step: self._rows.begin())
-
-    def turn_to(self, loss: LossFunction) -> None:
-        self.programs.losses.loss = loss
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return self.cutter.schedule(num_microbatches)
@@ -210,15 +194,14 @@ class ProgramStages(Stages):
         return [*compiled_notes([] if self.compiler else self._compiled), *leaves]
 
     def _first_batches(self, model: nn.Module, size: int) -> list[Any]:
-        """One to capture the losses with, and two to compare with. Raises `CaptureError` for what changes as these are read."""
+        """One to capture the loss with, and two to compare with. Raises `CaptureError` for what changes as these are read."""
         dataset = build_dataset(self.job.data, self.job.seed)
         with closing(reading_first(self.job, dataset, size)) as reading:
             batches = list(islice(reading, 1))
             leaves = named_leaves(self.job.leaves, model)
-            guards = [Guards(each, model, leaves) for each in self.losses.values()]
+            guards = Guards(self.job.loss, model, leaves)
             batches += islice(reading, 2)
-        for each in guards:
-            each.check_reading(dataset, self.job.collate)
+        guards.check_reading(dataset, self.job.collate)
         return batches
 
     def _check_divided(self, model: nn.Module) -> None:
@@ -229,23 +212,13 @@ class ProgramStages(Stages):
             check_divided(self.plan, list(self.programs.opaque), sizes)
 
 
-def _captured(
-    of: ProgramStages, model: nn.Module, there: list[Any], batches: list[Any], own: OwnGradients | None
-) -> list[tuple[Stage, ...]]:
-    """The stages of every loss. there: `batches` on the device, in the precision of the programs."""
-    world, programs, left = of.context.world, of.programs, len(of.losses)
-    stages: list[tuple[Stage, ...]] = []
+def _captured(of: ProgramStages, model: nn.Module, there: list[Any], batches: list[Any]) -> tuple[Stage, ...]:
+    """The stages of the loss. there: `batches` on the device, in the precision of the programs."""
+    world, programs = of.context.world, of.programs
     if of.compiler:
         check_together(world, of.compiler.check)
-    for name, loss in of.losses.items():
-        programs.losses.loss, left = loss, left - 1
-        with own.of(name) if own else nullcontext():
-            opened = programs.open(there, world, model, own=next(iter(batches), None), losses_left=left)
-        stages.append(opened)
-        if len(stages) == 1:
-            check = partial(_check_values, programs.others, there)
-            on_rank_0(world, check, CaptureError)
-    programs.losses.loss = of.job.loss
+    stages = programs.open(there, world, model, own=next(iter(batches), None))
+    on_rank_0(world, partial(_check_values, programs.others, there), CaptureError)
     return stages
 
 

@@ -6,7 +6,6 @@ empty shares keep the exact mean: before backward where all ranks know that weig
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from meshloom.comm.windows import windows_of
 from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
-from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
@@ -118,9 +116,7 @@ class Replica:
         mark_declared(self.model, job.buffers)
         self.named = trainable(self.model)
         step_checks.check_built(job, self.model, self.named, plan)
-        self.own = OwnGradients(job, self.model) if job.losses else None
-        # evaluations of losses in steps so far; by loss, the newest result
-        self.evaluations, self.newest = 0, dict[str, StepResult]()
+        self.evaluations = 0  # of the loss in steps so far
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self.undo = ExitStack()
@@ -138,16 +134,7 @@ class Replica:
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> StepResult:
         """Train on this replica's chunks of global batch `step`."""
-        if self.own is None:
-            return self.update(self.gradients(step, chunks))
-        return _in_turn(self, step, chunks)
-
-    def turn_to(self, turn: LossTurn) -> None:
-        """In a job of several losses: the next `gradients` and `update` are of this turn of the step."""
-        self.engine.stages.turn_to(self.job.losses[turn.loss].loss)
-        self.scope.turn_to(turn)
-        self.updater.turn_to(turn.number)
-        self.sums.loss = turn.loss
+        return self.update(self.gradients(step, chunks))
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Gradients:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
@@ -185,7 +172,7 @@ class Replica:
             self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
-            step_checks.check_finite(partial(self.engine.stages.locate, filled), self.scope.turn, self.context.world, step, total, weight, overflow)  # fmt: skip
+            step_checks.check_finite(partial(self.engine.stages.locate, filled), self.context.world, step, total, weight, overflow)  # fmt: skip
         for check in at.checked:
             check(step)
         return Gradients(
@@ -257,21 +244,3 @@ def _evaluated(replica: Replica, found: Gradients) -> tuple[list[Tensor | None],
     moved."""
     again = replica.gradients(found.step, found.chunks)
     return again.of_owned, again.loss
-
-
-def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult:
-    """A step of several losses. Recorded is the first of its turns: a timeline is of one schedule."""
-    asked, skipped, recorder = False, False, replica.recorder
-    for turn in turns_of(replica.job, step):
-        replica.turn_to(turn)
-        newest = replica.update(replica.gradients(step, chunks))
-        replica.newest[turn.loss] = newest
-        asked, skipped, replica.recorder = asked or newest.asked, skipped or newest.skipped, None
-    replica.recorder = recorder
-    losses = {name: each.loss for name, each in replica.newest.items()}
-    logged = {name: value for each in replica.newest.values() for name, value in each.logged.items()}
-    one = next(iter(replica.newest.values()))
-    first = replica.newest.get(next(iter(replica.job.losses))) or one._replace(loss=math.nan)
-    return first._replace(
-        step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
-    )

@@ -21,7 +21,6 @@ from meshloom.comm.objects import collect
 from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
-from meshloom.core.losses.turns import LossTurn
 from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
@@ -64,12 +63,11 @@ def check_copies(job: Job, model: nn.Module) -> None:
 
 
 def _read_outside(job: Job, model: nn.Module) -> dict[str, Tensor]:
-    """By name in the model, the values of which it has copies, and of which losses or metrics read the original."""
+    """By name in the model, the values of which it has copies, and of which the loss or metrics read the original."""
     copied = originals(model)
     if not copied:
         return {}
-    functions = [each.loss for each in job.losses.values()] or [job.loss]
-    functions += job.evaluate.functions.values() if job.evaluate else ()
+    functions = [job.loss, *(job.evaluate.functions.values() if job.evaluate else ())]
     read = {id(each) for function in functions for each in Guards(function, model).tensors()}
     return {name: each.value for name, each in copied.items() if id(each.outside) in read}
 
@@ -265,12 +263,12 @@ def count_overflows(
 
 
 def check_finite(
-    locate: Callable[[], list[Any] | None], turn: LossTurn, world: Group, step: int, total: float, weight: float,
+    locate: Callable[[], list[Any] | None], world: Group, step: int, total: float, weight: float,
     overflowed: LossScale | None = None,
 ) -> None:  # fmt: skip
     """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight.
 
-    locate: as `Stages.locate`. turn: of the step.
+    locate: as `Stages.locate`.
     overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
     """
     if overflowed and overflowed.scale <= LEAST and math.isfinite(total) and weight > 0:
@@ -280,12 +278,11 @@ def check_finite(
         )
     if weight > 0 and (math.isfinite(total) or (overflowed and overflowed.scale > 1)):
         return
-    raise _not_finite(locate, turn, world, step, total, weight)
+    raise _not_finite(locate, world, step, total, weight)
 
 
 def _not_finite(
     locate: Callable[[], list[Any] | None],
-    turn: LossTurn,
     world: Group,
     step: int,
     total: float,
@@ -302,9 +299,8 @@ def _not_finite(
         ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
         default=(0, 0, "the sum over all chunks overflowed"),
     )
-    name = f"{turn.loss!r} " if turn.loss else ""
     return TrainingError(
-        f"The loss {name}of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
+        f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
         "lower the learning rate, clip gradients, or look at this batch."
     )
 

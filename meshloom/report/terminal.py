@@ -248,7 +248,7 @@ def progress_text(progress: Progress) -> str:
     clock = f"  at {progress.virtual_seconds:g} s" if progress.virtual_seconds is not None else ""
     old = f"  age {progress.age:.1f}" if progress.age is not None else ""
     left = f"{format_clock(progress.seconds_left)} left  {format_bytes(progress.memory_bytes)}"
-    losses = {**(progress.losses or {"loss": progress.loss}), **progress.logged}
+    losses = {"loss": progress.loss, **progress.logged}
     shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
     saving = f"  saving {progress.saving:.0%}" if progress.saving is not None else ""
     return f"{step}{clock}  {shown}{old}  {rates}  {left}{saving}"

@@ -30,7 +30,7 @@ def _page(report: Report, command: str) -> Iterator[str]:
     yield "</ul>\n<h2>Steps</h2>\n<table><tr><th>step<th>loss<th>one device<th>verdict<th>first module</tr>\n"
     for step in report.steps:
         ours, right = step.loss
-        yield f"<tr><td>{step.step} {escape(step.turn)}<td>{ours:.6g}<td>{right:.6g}<td>{_verdict(step.passed)}<td>{escape(step.first_module or '')}</tr>\n"
+        yield f"<tr><td>{step.step}<td>{ours:.6g}<td>{right:.6g}<td>{_verdict(step.passed)}<td>{escape(step.first_module or '')}</tr>\n"
     yield "</table>\n<h2>Largest errors</h2>\n<table><tr><th>of<th>kind<th>step<th>error<th>tolerance<th></tr>\n"
     yield from map(_row, report.worst(40))
     for checked in report.between:

@@ -16,7 +16,7 @@ def numbers_of(progress: Progress) -> dict[str, float]:
     """
     rates = {f"learning_rate.{number}" if number else "learning_rate": rate for number, rate in enumerate(progress.learning_rates)}  # fmt: skip
     found: dict[str, float | None] = {
-        **(progress.losses or {"loss": progress.loss}),
+        "loss": progress.loss,
         **progress.logged,
         **rates,
         "gradient_norm": progress.gradient_norm,

@@ -21,8 +21,7 @@ class Progress:
     """The progress of a run after a step.
 
     age: in asynchronous runs, the mean number of updates since the parameters of the newest gradients.
-        virtual_seconds: the virtual clock, if there is one. losses: of a job of several, the newest of each by name;
-        `loss` is that of the first. loss_scale: of the next step, if the plan's precision has one. logged: by the loss
+        virtual_seconds: the virtual clock, if there is one. loss_scale: of the next step, if the plan's precision has one. logged: by the loss
         (`meshloom.log`), means over the global batch by name. saving: how much of a checkpoint that is written in the
         background rank 0 has written of its part, 0 to 1; None: none is under way.
     """
@@ -38,7 +37,6 @@ class Progress:
     memory_bytes: int
     age: float | None = None
     virtual_seconds: float | None = None
-    losses: Mapping[str, float] = field(default_factory=dict[str, float])
     loss_scale: LossScale | None = None
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
     saving: float | None = None

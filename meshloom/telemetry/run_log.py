@@ -98,8 +98,7 @@ def progress_of(event: Mapping[str, Any]) -> Progress:
     known = {each.name for each in fields(Progress)}
     values = {name: value for name, value in event.items() if name in known}
     values["loss"] = number_in(values["loss"])  # of a step that was skipped
-    for name in ("losses", "logged"):
-        values[name] = {each: number_in(value) for each, value in values.get(name, {}).items()}
+    values["logged"] = {each: number_in(value) for each, value in values.get("logged", {}).items()}
     if values.get("loss_scale"):
         values["loss_scale"] = LossScale.from_dict(values["loss_scale"])
     return Progress(**values)

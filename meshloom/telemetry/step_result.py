@@ -12,8 +12,7 @@ class StepResult(NamedTuple):
     """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
     if clipping is on, which may still be on its way.
 
-    asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
-        name; the rest is of the first one, but for what is `logged`. skipped: whether nothing was updated, as gradients overflowed.
+    asked: whether some rank asks for something between steps; equal on all. skipped: whether nothing was updated, as gradients overflowed.
     """
 
     step: int
@@ -22,7 +21,6 @@ class StepResult(NamedTuple):
     samples: int
     norm: Readback | None
     asked: bool = False
-    losses: Mapping[str, float] = {}
     skipped: bool = False
     logged: Mapping[str, float] = {}
 

@@ -1,7 +1,6 @@
 """A job's programs divided over the ranks of the tp axis, all with the same shards of parameters.
 
-The first program fixes the shards; later ones are divided accordingly. Of several losses, the first that uses a
-parameter fixes its shards. One rank chooses, and sends its choice to the others.
+The first program fixes the shards; later ones are divided accordingly. One rank chooses, and sends its choice to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from meshloom.core.errors import CaptureError, PlanError
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import refs_in
 from meshloom.program.ir.program import Program
-from meshloom.program.run.runner import used_variables
 from meshloom.program.sizes.alike import alike
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
@@ -36,7 +34,6 @@ from meshloom.tensor_parallel.search.choose import (
     numbers_of_choice,
     rates_for,
 )
-from meshloom.tensor_parallel.search.pins import is_meant
 
 
 class Division:
@@ -69,10 +66,8 @@ class Division:
         self._rules = rules_with(rules or {})
         self._memory_bytes = memory_bytes
         self._first: Partition | None = None
-        self._left = dict(placements or {})  # those of parameters that no program has used
-        self._held: dict[str, tuple[Pieces, bool]] = {}
-        self._used: set[str] = set()  # parameters and buffers, by the losses so far
-        self._summed: dict[str, None] = {}
+        self._placements = placements or {}
+        self._held: Held = {}
         self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
         self._choices_in_held: dict[int, DivisionChoice | None] = {}  # by number of the choice
         self.newest: DivisionChoice | None = None  # of the last program that was divided
@@ -99,26 +94,19 @@ class Division:
     @property
     def summed(self) -> tuple[str, ...]:
         """Parameters whose gradients are summed over the ranks, once a step."""
-        return tuple(self._summed)
+        return tuple(self._first.summed) if self._first else ()
 
     def part(
-        self, program: Program, group: Group, priced: Program | None = None, *, losses_left: int | None = None
+        self, program: Program, group: Group, priced: Program | None = None
     ) -> tuple[Program, Mapping[str, RoutedRows]]:
         """This rank's part of `program`, and its values whose rows are routed at run time.
 
         All ranks of `group` (the world, or those of a replica) call this; the first one chooses.
 
         priced: the program to choose for, with the same nodes; default: `program`.
-        losses_left: of the first program of each of the job's losses, how many of these are to come; None: it is
-            divided as the first ones are.
         """
-        if self._first is None and losses_left is None:
-            losses_left = 0
         held: Held | None = self._held if self._first else None
-        placements: Mapping[str, str] | None = None
-        if losses_left is not None:
-            placements = self._placements_for(program, last=not losses_left)
-            held = {name: self._held[name] for name in self._used} if held is not None else None
+        placements = None if self._first else self._placements
         with self._timings.of("axes"):
             program = _without_unused_shards(program, held or {})
             layout = layout_of(program, self._rules)
@@ -190,33 +178,9 @@ class Division:
             raise CaptureError(
                 "Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks."
             )
-        self._first = self._first or divided
-        if losses_left is not None:
-            self._fix(divided, program)
+        if self._first is None:  # later programs are divided as it is
+            self._first, self._held = divided, divided.held
         return own.program, own.routed
-
-    def _placements_for(self, program: Program, *, last: bool) -> Mapping[str, str]:
-        """Those that this program is the first to follow: of parameters that it uses; of the last loss, all others."""
-        used = used_variables(program, program.parameters)
-        names = [name for each in used for name in (each.name, *each.aliases)]
-        found = {
-            pattern: pin
-            for pattern, pin in self._left.items()
-            if last or any(is_meant(name, pattern) for name in names)
-        }
-        self._left = {pattern: pin for pattern, pin in self._left.items() if pattern not in found}
-        return found
-
-    def _fix(self, divided: Partition, program: Program) -> None:
-        """Later programs divide what this one uses as it does."""
-        variables = {**program.parameters, **program.buffers}
-        used = {each.name for each in used_variables(program, variables)} | program.changing
-        for name, each in divided.held.items():
-            if name not in self._held or (name in used and name not in self._used):
-                self._held[name] = each
-        self._used |= used
-        self._summed |= dict.fromkeys(divided.summed)
-        self._choices_in_held.clear()
 
     def _resized_choice(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
         """The choice for this program at other sizes, found equally on every rank."""

@@ -32,7 +32,7 @@ def _hash(lines: Iterator[str] | list[str]) -> str:
 def _facts(replica: Replica) -> Iterator[str]:
     job, stages = replica.job, replica.engine.stages
     yield str(replace(replica.plan, keyed_draws=False))
-    yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}, losses {[*job.losses]}"
+    yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}"
     for name, pieces in sorted(replica.shards.pieces.items()):
         yield f"{name}: {pieces}"
     if isinstance(stages, ProgramStages):

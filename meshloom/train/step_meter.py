@@ -97,7 +97,6 @@ class StepMeter:
             tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,
             seconds_left=seconds / self.num_steps * (steps - step),
             memory_bytes=memory_bytes,
-            losses=self.newest.losses,
             logged=self.newest.logged,
             loss_scale=self._replicas.first.sums.scale,
             saving=saving,

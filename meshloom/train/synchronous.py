@@ -190,11 +190,6 @@ class SynchronousRun:
             self._listener.note(told)
         return result.loss
 
-    @property
-    def losses(self) -> dict[str, float]:
-        """Of several, the newest of each."""
-        return dict(self._meter.newest.losses) if self._meter.num_steps else {}
-
     def evaluate(self, *, due: bool = True) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data. due: schedulers that go by one are stepped."""
         self._checkpoints.finish_copies()

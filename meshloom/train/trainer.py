@@ -17,8 +17,8 @@ from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.state.settings import DEFAULT_SNAPSHOT_EVERY, AsynchronousSettings
 from meshloom.core.errors import PlanError, TrainingError
+from meshloom.core.exchange_refusals import check_exchange
 from meshloom.core.job import Job
-from meshloom.core.losses.turns import check_turns
 from meshloom.core.moments.bfloat16_products import emulation_note
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Record, Shares
@@ -108,7 +108,7 @@ class Trainer:
         )  # fmt: skip
         self.job, self.plan = job, _plan(plan)
         self.plan.check_batch(job.batch_size)
-        check_turns(job, self.plan)
+        check_exchange(job, self.plan)
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.listener = _one_listener(listener)
@@ -163,11 +163,6 @@ class Trainer:
     def replicas(self) -> list[Replica]:
         """Those of this process; none with exchange=async."""
         return self._run.replicas.all if isinstance(self._run, SynchronousRun) else []
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """Of a job of several losses, the newest of each by name."""
-        return self._run.losses if isinstance(self._run, SynchronousRun) else {}
 
     @property
     def synchronous(self) -> SynchronousRun | None:

@@ -95,7 +95,7 @@ class ComparisonRun:
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._effects: Mapping[str, float] = {}  # of rounding on gradients
-        self._measured_in = -1  # number of the step and turn
+        self._measured_in = -1  # number of the step
         self._buffer_effects: Mapping[str, float] = {}
         self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
         self._closures = ClosureEffects(reference)
@@ -181,7 +181,7 @@ class ComparisonRun:
         self._reference_record = self._closures.update()
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
-        now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
+        now = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         rounding = BufferTolerances(
             effects=self._buffer_effects,
@@ -241,7 +241,7 @@ class ComparisonRun:
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         """Step one device's schedulers that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the
         two decide differently."""
-        for each in (each for loss in self.reference.losses for each in those_by_metric(loss.schedulers)):
+        for each in those_by_metric(self.reference.schedulers):
             value = metrics[each.metric]
             each.scheduler.step(value if each.of is None else float(each.of(value)))
 
@@ -283,7 +283,7 @@ class ComparisonRun:
 
     def _factor_behind_gradients(self, comparison: Comparison, norm: float | None) -> str:
         """Of what differs although gradients agree. norm: the plan's."""
-        right, limit = self._reference_record.gradient_norm, self.reference.turn.clip_grad_norm
+        right, limit = self._reference_record.gradient_norm, self.reference.job.clip_grad_norm
         wrong = self._wrong["update"]
         if norm and right and comparison.failed("norm"):
             tolerance = next(each.tolerance for each in comparison.errors if each.kind == "norm")

@@ -145,7 +145,7 @@ def _losses(report: Report) -> Table:
     table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
     for step in report.steps:
         worst = max(_told(step.errors), key=_severity)
-        which = " ".join([str(step.step), step.turn, "skipped" if step.skipped else ""]).strip()
+        which = f"{step.step}{' skipped' if step.skipped else ''}"
         whose = "" if worst.kind in ("loss", "norm") else f" of {worst.name}"
         losses = (f"{loss:.6f}" for loss in step.loss)
         table.add_row(which, *losses, f"{worst.error:.1e} ({worst.kind}{whose})")
@@ -182,10 +182,9 @@ def _step_lines(report: Report) -> list[str]:
         first = f"DIFFERS from step {wrong.step} on{report.moment}: {len(names)} tensors{module}"
         known = (report.explained, report.operator, *wrong.facts[:ROWS])
         return [first, *(f"  {each}" for each in known if each)]
-    turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
     steps = format_count(len({each.step for each in report.steps}), "step")
     verdict = "EQUAL" if report.passed else "steps are equal"
-    return [f"{verdict} to one device that runs the same chunks: {steps}{turns}"]
+    return [f"{verdict} to one device that runs the same chunks: {steps}"]
 
 
 def _notes_of(report: Report) -> list[str]:

@@ -121,7 +121,7 @@ class ModuleSums:
 def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: int) -> list[Any]:
     """What this rank says: of each of these chunks its number and, by module, what its programs compute, run as in the step. most: chunks of the replica
     that has most."""
-    scope, loss = replica.scope, of.programs.losses.loss
+    scope, loss = replica.scope, of.job.loss
     along_tp = of.tp.rank if of.tp else 0
     with replica.engine.computing("forwards", idle=not chunks):
         batches = [of.programs.ready(batch) for batch in [scope.data(chunk) for chunk in chunks]]

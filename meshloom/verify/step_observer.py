@@ -119,7 +119,7 @@ class StepObserver:
         settings: list[dict[str, Setting]] = collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
-            step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
+            step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
             replicas=[*map(digest_values, replicas)], apart=list(dict.fromkeys(apart)), logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
             settings=settings

@@ -14,15 +14,6 @@ from tests.jobs import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One of several losses of a model: its function, the module that it trains, and every which step it is due."""
-
-    loss: Callable[[Any, Any], Any]
-    parameters: str
-    every: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model family in its smallest form.
 
@@ -32,7 +23,7 @@ class Model:
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
     as vectors of one sample have no statistics. sparse: whether
     gradients of tables are sparse. computed: whether a buffer begins with what the values of a parameter come to.
-    leaves, buffers: of its job. turns: by name, its losses if it has several. interacts: whether a whole batch has another
+    leaves, buffers: of its job. interacts: whether a whole batch has another
     result than its parts, as samples interact or the loss draws.
     """
 
@@ -51,7 +42,6 @@ class Model:
     computed: bool = False
     leaves: tuple[str, ...] = ()
     buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
-    turns: Mapping[str, Turn] = field(default_factory=dict[str, Turn])
     interacts: bool = False
 
 

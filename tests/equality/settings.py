@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
-from meshloom.core.objectives import Objective
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from tests.equality.model import Model
@@ -105,9 +104,6 @@ SKIPPED: dict[str, tuple[Values, ...]] = {
     "the same, and measured shares decide which ranks have fewer chunks": (
         ("zero", ("3", "3 within 2")), ("shares", ("measured",)),
     ),
-    "of losses in turn each may change other buffers, and of all those of the last one are predicted": (
-        ("turns", ("true",)), ("dp", ("2", "3", "4")),
-    ),
 }  # fmt: skip
 APART = [*REFUSED, *REFUSED_WITH_JOBS, *IDLE]
 
@@ -125,8 +121,6 @@ def refused_for(model: Model) -> dict[str, Collection[str]]:
         found |= {"optimizer": others("optimizer", "adagrad"), "average": ("0.9",)}
     if model.computed:
         found["init"] = ("keyed",)
-    if model.turns:
-        found |= {"average": ("0.9",)}
     if model.several:  # a chunk of one sample has no statistics
         found |= {"shares": others("shares"), "batch": ("few", "short")}
     return found
@@ -141,8 +135,7 @@ def fits(model: Model, case: Case) -> bool:
 
 def is_skipped(model: Model, case: Case) -> bool:
     """Whether the bytes of a cell are not compared."""
-    has = {**case, "turns": "true" if model.turns else "false"}
-    return any(all(has[name] in values for name, values in each) for each in SKIPPED.values())
+    return any(all(case[name] in values for name, values in each) for each in SKIPPED.values())
 
 
 def plan_of(model: Model, case: Case) -> Plan:
@@ -181,7 +174,6 @@ def job_of(model: Model, case: Case) -> Job:
         "scheduler": warmup if case["scheduler"] == "warmup" else None,
         "clip_grad_norm": None if case["clip"] == "none" else float(case["clip"]),
     }
-    turns = {name: Objective(**vars(turn), **update) for name, turn in model.turns.items()}
     size = {"uneven": max(1, full - 1), "few": max(1, chunks // 2)}.get(kind, full)
     number = STEPS * size + (max(1, size // 2) if kind == "short" else 0)
     return Job(
@@ -195,7 +187,8 @@ def job_of(model: Model, case: Case) -> Job:
         average=None if case["average"] == "none" else float(case["average"]),
         leaves=model.leaves,
         buffers=model.buffers,
-        **({"losses": turns} if turns else {"loss": model.loss, **update}),
+        loss=model.loss,
+        **update,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshloom.core.job import Job
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from tests.jobs import Samples, own_loss
 
 NUM_SAMPLES = 6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from tests.families.family import NUM_SAMPLES, Family, family_of
 from tests.families.samples import (
     IGNORED,

@@ -75,10 +75,6 @@ def seeds() -> dict[str, str]:
             found[f"chunk_seed({seed}, {step}, {chunk})"] = of_chunk
             found[f"evaluation_seed({seed}, {step}, {chunk})"] = keys.evaluation_seed(seed, step, chunk)
             found[f"sample_seed({seed}, {step}, {chunk})"] = keys.sample_seed(seed, step, chunk)
-            for turn in (0, 1):
-                found[f"seed_of_turn(chunk_seed({seed}, {step}, {chunk}), {turn})"] = keys.seed_of_turn(
-                    of_chunk, turn
-                )
             for draw in range(3):
                 of_chunk = keys.derive(of_chunk, "next")
                 found[f"keyed draw {draw} of chunk_seed({seed}, {step}, {chunk})"] = of_chunk

@@ -27,7 +27,6 @@ from meshloom import (
     Listener,
     Mesh,
     MeshloomError,
-    Objective,
     Plan,
     Trainer,
 )
@@ -141,10 +140,6 @@ def job(**changes: Any) -> Job:
         **changes,
     }
     return Job(**{name: value for name, value in settings.items() if value is not None or name in changes})
-
-
-def objective(**changes: Any) -> Objective:
-    return Objective(**{"loss": loss, "optimizer": sgd, "parameters": "first", **changes})
 
 
 def evaluate(**changes: Any) -> Evaluate:

@@ -18,7 +18,6 @@ from tests.jobs import Samples, make_job, vectors
 from tests.planted.models import (
     Cooling,
     Finer,
-    Gan,
     Normed,
     Padded,
     Routed,
@@ -115,27 +114,6 @@ def steep() -> Job:
         return 30 * F.mse_loss(model(batch["x"]).float(), batch["x"][:, :5].sin() * 3)
 
     return plain(loss=loss)
-
-
-def turns() -> Job:
-    """A critic with two updates in each step, a generator with one in every second."""
-
-    def adam(named: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam([each for _, each in named], lr=1e-2)
-
-    def of_critic(model: Gan, batch: Any) -> Tensor:
-        return F.softplus(model.critic(model.fake(batch).detach())).mean() + F.softplus(-model.critic(batch)).mean()  # fmt: skip
-
-    def of_generator(model: Gan, batch: Any) -> Tensor:
-        return F.softplus(-model.critic(model.fake(batch))).mean()
-
-    losses = {
-        "critic": ml.Objective(loss=of_critic, optimizer=adam, parameters="critic", updates=2),
-        "generator": ml.Objective(loss=of_generator, optimizer=adam, parameters="generator", every=2),
-    }
-    return ml.Job(
-        model=Gan, losses=losses, data=lambda: vectors(21).fields["x"][:, :3], batch_size=8, steps=20
-    )
 
 
 class Told(Samples):
@@ -265,7 +243,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "two noisy metrics": noisy_metrics,
     "rate by metric": by_metric,
     "overflowing": steep,
-    "turns": turns,
     "told the epoch": lambda: plain(data=lambda: Told(**vectors().fields)),
     "stream": lambda: small("mlp", "sgd", data=Turning),
     "hooked": hooked,

@@ -7,18 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Gan(nn.Module):
-    """Rows [batch, 3]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Sequential(nn.Linear(3, 11), nn.SiLU(), nn.Linear(11, 1))
-        self.generator = nn.Sequential(nn.Linear(4, 11), nn.SiLU(), nn.Linear(11, 3))
-
-    def fake(self, like: Tensor) -> Tensor:
-        return self.generator(torch.randn(len(like), 4, dtype=like.dtype, device=like.device))
-
-
 class Wordy(nn.Module):
     """[batch, 7] -> [batch, 6]; one of two heads."""
 

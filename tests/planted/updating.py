@@ -1,4 +1,4 @@
-"""Bugs of updates: clipping, turns of losses, schedulers that go by a metric."""
+"""Bugs of updates: clipping, schedulers that go by a metric."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-import meshloom.core.losses.turns
 import meshloom.optimizer.clipping
 import meshloom.optimizer.updater
 from meshloom.core.moments.by_metric import ByMetric
@@ -31,12 +30,6 @@ def norm_of_stage(patch: Patch) -> None:
     patch.setattr(
         meshloom.optimizer.updater, "clip", lambda *given, **more: right(*given, **{**more, "holders": []})
     )
-
-
-@bug("fourth/every_off_by_one", "turns", "dp=2", phase="step 1")
-def every_off_by_one(patch: Patch) -> None:
-    """A loss with every=2 has its turn in the steps before the right ones."""
-    wrap(patch, meshloom.core.losses.turns, "turns_of", lambda right, job, step: right(job, step - 1))
 
 
 @bug("eighth/by_metric_without_function", "rate by metric", "dp=2", phase="step 1")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from tests.jobs import Samples, own_loss
 
 # number of samples -> their tensors, the first dim of each being the samples

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from tests.published.model import Make, Published, from_transformers, pictures, published
 
 

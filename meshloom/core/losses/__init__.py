@@ -1,1 +1,1 @@
-"""What a loss function returns, and which losses a step computes, in turn."""
+"""What a loss function returns."""

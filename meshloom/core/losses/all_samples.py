@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
-from meshloom.core.objectives import Metric
+from meshloom.core.job_functions import Metric
 from meshloom.core.units import format_count
 
 Whole = Tensor | tuple[Tensor, ...] | dict[str, Tensor]  # of one chunk, or of all samples

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, LossFunction
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 
 
 def in_precision(job: Job, plan: Plan) -> Job:
-    """The job with its losses and metrics in the plan's precision; a job that has them so already is itself.
+    """The job with its loss and metrics in the plan's precision; a job that has them so already is itself.
 
     >>> job = Job(model=nn.Module, loss=lambda model, x: x @ x, optimizer=torch.optim.SGD, data=list, batch_size=1, steps=1)
     >>> in_precision(job, Plan(precision="bf16-mixed")).loss(nn.Module(), torch.tensor([[1.001]]))
@@ -35,10 +35,7 @@ def in_precision(job: Job, plan: Plan) -> Job:
     dtype: torch.dtype = getattr(torch, name)
     if job.evaluate:
         job = replace(job, evaluate=job.evaluate.with_functions(lambda metric: partial(_under_autocast, metric, dtype)))  # fmt: skip
-    if not job.losses:
-        return replace(job, loss=partial(_under_autocast, job.loss, dtype))
-    losses = {name: replace(each, loss=partial(_under_autocast, each.loss, dtype)) for name, each in job.losses.items()}  # fmt: skip
-    return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
+    return replace(job, loss=partial(_under_autocast, job.loss, dtype))
 
 
 def _under_autocast(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) -> Loss:

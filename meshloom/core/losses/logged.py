@@ -58,13 +58,8 @@ def computed_with_logs(loss: LossFunction, model: nn.Module | None, batch: Any) 
 
 
 def with_logs(job: Job) -> Job:
-    """The job whose losses return what they log as well, as programs that are captured from them must."""
-    if not job.losses:
-        return replace(job, loss=partial(computed_with_logs, job.loss))
-    losses = {
-        name: replace(each, loss=partial(computed_with_logs, each.loss)) for name, each in job.losses.items()
-    }
-    return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
+    """The job whose loss returns what it logs as well, as programs that are captured from it must."""
+    return replace(job, loss=partial(computed_with_logs, job.loss))
 
 
 def taken_apart(returned: Any) -> tuple[Any, Mapping[str, Tensor | float]]:

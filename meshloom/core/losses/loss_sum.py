@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
-from meshloom.core.objectives import Loss
+from meshloom.core.job_functions import Loss
 
 
 def as_sum(
-    loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function", of: str = ""
+    loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function"
 ) -> tuple[Tensor, Tensor | float]:
     """The sum and the weight of what a loss function returned: a mean is multiplied by `samples`.
 
-    needs_gradient: whether the sum must require a gradient. who: the function's name in errors. of: name of the loss,
-    if the job has several. Raises `JobError`.
+    needs_gradient: whether the sum must require a gradient. who: the function's name in errors. Raises `JobError`.
 
     >>> import torch
     >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
@@ -23,19 +22,18 @@ def as_sum(
     """
     value, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
     if not isinstance(value, Tensor) or value.numel() != 1 or (needs_gradient and not value.requires_grad):
-        raise _refused(loss, value, who, of, needs_gradient=needs_gradient)
+        raise _refused(loss, value, who, needs_gradient=needs_gradient)
     if isinstance(weight, Tensor):
         if weight.requires_grad or weight.numel() != 1:
-            raise _refused(loss, value, who, of, needs_gradient=needs_gradient)
+            raise _refused(loss, value, who, needs_gradient=needs_gradient)
         weight = weight.reshape(())
     if value.dtype == torch.float16:  # whose largest number is 65504
         value = value.float()
     return (value.reshape(()) * samples, samples) if weight is None else (value.reshape(()), weight)
 
 
-def _refused(loss: object, value: object, who: str, of: str, *, needs_gradient: bool) -> JobError:
+def _refused(loss: object, value: object, who: str, *, needs_gradient: bool) -> JobError:
     """The error for a loss that is not one. value: what it returned, or the first of two. Else as `as_sum`."""
-    who = f"{who} of {of!r}" if of else who
     several = _SEVERAL if needs_gradient else ""
     if not isinstance(value, Tensor):
         return JobError(
@@ -47,17 +45,14 @@ def _refused(loss: object, value: object, who: str, of: str, *, needs_gradient: 
         )
     if needs_gradient and not value.requires_grad:
         return JobError(
-            f"The loss {of!r} does not depend on any of its own parameters, so it trains nothing. Look for a detach() or no_grad() on the way from them, "
-            "or for the wrong names in its parameters=..."
-            if of
-            else "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
+            "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
         )
     return JobError(
         f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{several}"
     )
 
 
-_SEVERAL = " A job of several losses (a GAN) gives them by name, as Job(losses=...)."
+_SEVERAL = " Several losses (a GAN) are a loop of one's own (docs/loops.md)."
 
 
 def _kind(loss: object) -> str:

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.job_functions import as_list, check_takes
 from meshloom.core.moments.by_hand import is_scheduler
-from meshloom.core.objectives import as_list, check_takes
 
 
 class ByMetric:
@@ -83,11 +83,6 @@ def those_by_metric(schedulers: Sequence[Any]) -> list[ByMetric]:
 
 def without_evaluation(job: Job) -> Job:
     """The job without its `Evaluate` and the schedulers that go by it, for a run of some steps that evaluates nothing."""
-    if job.losses:
-        losses = {
-            name: replace(each, scheduler=_by_steps(each.scheduler)) for name, each in job.losses.items()
-        }
-        return replace(job, evaluate=None, losses=losses)
     return replace(job, evaluate=None, scheduler=_by_steps(job.scheduler))
 
 

@@ -86,8 +86,7 @@ class UnitGathering:
         self._kind = ""
         self._chunks = 0  # that have ended in this pass, here
         self._most_chunks = 0  # on the rank that has most
-        self.loss = 0  # of several: that of which the next step is; passes are like others of the same one
-        self._first_steps: dict[tuple[int, int], Traffic] = {}  # by loss and the most chunks of a rank
+        self._first_steps: dict[int, Traffic] = {}  # by the most chunks of a rank
         self._expected = Traffic()  # of all passes so far
         self._group, self._control, self._looks_ahead = group, control, ahead
         self._sums = [part for unit in units for part in unit.trainable_parts]
@@ -95,12 +94,12 @@ class UnitGathering:
         self._complete: set[int] = set()  # of `_sums`, by number
         self._ahead: _Gather | None = None
         self._summing: list[tuple[Work, UnitFlat, Tensor, Tensor]] = []
-        self._orders: dict[tuple[str, int], _Order] = {}
+        self._orders: dict[str, _Order] = {}
         self._order = _Order()
 
     def begin_pass(self, kind: str) -> None:
         """From now on units are needed in the order of the last pass of this kind."""
-        self._order = self._orders.setdefault((kind, self.loss), _Order())
+        self._order = self._orders.setdefault(kind, _Order())
         self._order.begin()
         self._kind, self._traffic, self._chunks = kind, Traffic(), 0
 
@@ -155,8 +154,7 @@ class UnitGathering:
         """After the pass that is a step. late: whether more gradients have come since it ended."""
         if late:
             self.end_pass()
-        key = self.loss, self._most_chunks
-        self._expected += self._first_steps.setdefault(key, self._traffic)
+        self._expected += self._first_steps.setdefault(self._most_chunks, self._traffic)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes handed to `group`: of every step as many as of the first with as many chunks, which shows what each

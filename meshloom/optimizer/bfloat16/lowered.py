@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.job_functions import Loss
 from meshloom.core.modules.built import built
-from meshloom.core.objectives import EachItsOwn, Loss
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 from meshloom.data.to_device import convert_tensors
@@ -47,17 +47,9 @@ def lowered(job: Job, plan: Plan, instead: torch.dtype | None = None) -> Job:
         job = replace(
             job, evaluate=job.evaluate.with_functions(lambda metric: partial(_of_batch, metric, dtype))
         )
-    if not job.losses:
-        return replace(
-            job, loss=partial(_of_batch, job.loss, dtype), optimizer=partial(_on_copies, job.optimizer)
-        )
-    losses = {
-        name: replace(
-            each, loss=partial(_of_batch, each.loss, dtype), optimizer=partial(_on_copies, each.optimizer)
-        )
-        for name, each in job.losses.items()
-    }
-    return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
+    return replace(
+        job, loss=partial(_of_batch, job.loss, dtype), optimizer=partial(_on_copies, job.optimizer)
+    )
 
 
 def own_model(job: Job) -> Callable[[], nn.Module]:
@@ -68,8 +60,6 @@ def own_model(job: Job) -> Callable[[], nn.Module]:
 
 def has_masters(optimizer: OptimizerFunction) -> bool:
     """Whether an optimizer function of a job updates float32 copies of its parameters."""
-    if isinstance(optimizer, EachItsOwn):
-        return any(has_masters(each.optimizer) for each in optimizer.losses.values())
     return isinstance(optimizer, partial) and optimizer.func is _on_copies
 
 

@@ -1,4 +1,4 @@
-"""The programs that a rank runs: its stages of its shard, for every loss or metric, mode and shape of batch.
+"""The programs that a rank runs: its stages of its shard, for the loss and every metric, mode and shape of batch.
 
 captured on one rank -> sharded over tp -> cut into stages over pp     once per `ProgramKey`
 sizes that a loss is indifferent to: computed from other sizes instead of captured (`program/sizes/any_size.py`)
@@ -18,7 +18,6 @@ from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
-from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
@@ -50,22 +49,6 @@ class ReadyBatch(NamedTuple):
     key: ProgramKey
 
 
-class LossJobs:
-    """The losses of a job. loss: the one that is trained; of several, that whose turn it is. alone: of each, a job of it
-    alone."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self.loss = job, job.loss
-        self.alone = {each.loss: each for each in jobs_of(job).values()}
-
-    def job_of(self, loss: LossFunction) -> Job:
-        """That of a loss alone, with this function; of a metric, the whole job with it."""
-        alone = self.alone.get(loss)
-        if alone is not None:
-            return replace(alone, loss=loss)
-        return replace(self._job, loss=loss)
-
-
 class ProgramStore:
     """What one rank of a replica runs of `job`'s functions under `plan`.
 
@@ -81,7 +64,6 @@ class ProgramStore:
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
         self.others: Mapping[str, str | None] = {}  # the first program's values of the batch besides tensors
         self._job, self._plan, self._team, self._division = job, plan, team, division
-        self.losses = LossJobs(job)
         self._dtype, self._stored = dtype, stored
         self._default = torch.get_default_dtype()
         # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
@@ -89,29 +71,28 @@ class ProgramStore:
         self._captured: dict[LossFunction, CapturedLoss] = {}
         self._entries: dict[ProgramKey, tuple[Stage, ...]] = FifoCache(MOST_KEPT + plan.microbatches)
         self._sharers: list[tuple[Stage, ...]] = []  # stages whose functions others share
-        # by loss, and whether it is trained
+        # by function, and whether it is trained
         self._divided: dict[tuple[LossFunction, bool], DivisionChoice] = {}
         # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
 
     def open(
-        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0,
-        training: bool = True,
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None,
+        loss: LossFunction | None = None, training: bool = True,
     ) -> tuple[Stage, ...]:  # fmt: skip
-        """Captures the loss on batches like the first, shards it, and cuts it; each of several. All ranks of `world`
+        """Captures the loss (the job's, unless it is given) on batches like the first, shards it, and cuts it. All ranks of `world`
         call this; batches and model count on its rank 0.
 
         batches: further ones are used for the capture if they have the same shapes.
         model: the job's, unsharded, as built; it stays unchanged.
         own: one of the batches in the job's own precision, if they were lifted to another.
-        losses_left: to be opened after this one.
         """
         if self._dtype is not None:  # any rank may have to capture a chunk of another size later
             names: dict[str, str] = share(
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
             self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
-        key = self._capture(self.losses.loss, training, batches, world, model, losses_left)
+        key = self._capture(loss or self._job.loss, training, batches, world, model)
         return self.stages(key)
 
     def has(self, batch: Any, *, loss: LossFunction, training: bool) -> bool:
@@ -121,7 +102,7 @@ class ProgramStore:
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ReadyBatch:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
-        loss, leaves = loss or self.losses.loss, leaves_of(batch)
+        loss, leaves = loss or self._job.loss, leaves_of(batch)
         key = self._key(leaves, loss, training)
         if key is not None and key in self._entries:
             if len(self._entries) >= MOST_KEPT:
@@ -166,11 +147,13 @@ class ProgramStore:
 
     def opaque_notes(self) -> list[str]:
         """Which modules training runs as they are, why, and how much of the model they are."""
-        first = [each for loss in self.losses.alone for each in self._of(loss).programs[:1] if each.opaque]
-        return list(dict.fromkeys(note for each in first for note in opaque_notes(each, cached_costs(self._stored, each, costs))))  # fmt: skip
+        first = [each for each in self._of(self._job.loss).programs[:1] if each.opaque]
+        return [
+            note for each in first for note in opaque_notes(each, cached_costs(self._stored, each, costs))
+        ]
 
     def told(self) -> str | None:
-        """How many captures served which sizes, for people; None: each loss was captured once."""
+        """How many captures served which sizes, for people; None: it was captured once."""
         return told_of_captures(self._captured.values())
 
     def _key(self, leaves: Leaves, loss: LossFunction, training: bool) -> ProgramKey | None:
@@ -183,7 +166,7 @@ class ProgramStore:
 
     def _of(self, loss: LossFunction) -> CapturedLoss:
         if loss not in self._captured:
-            self._captured[loss] = CapturedLoss(self.losses.job_of(loss), dtype=self._dtype, timings=self._timings, stored=self._stored)  # fmt: skip
+            self._captured[loss] = CapturedLoss(replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings, stored=self._stored)  # fmt: skip
         return self._captured[loss]
 
     def _sharing(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -199,27 +182,26 @@ class ProgramStore:
 
     def _capture(
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,
-        losses_left: int | None = None,
     ) -> ProgramKey:  # fmt: skip
         choices = on_rank_0(group, lambda: choices_of(batches), CaptureError) or []
         captured = self._of(loss)
         program = captured.capture_together(group, choices, training=training, model=model)
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
-            job = self.losses.job_of(loss)
+            job = replace(self._job, loss=loss)
 
             def in_own_precision() -> Program | None:
                 with default_precision(self._default):
                     return unlifted(program, job, batches[0], self._own_dtypes, self._stored)
 
             own = on_rank_0(group, in_own_precision, CaptureError)
-        return self._add(program, loss, group, own, losses_left)
+        return self._add(program, loss, group, own)
 
     def _add(
-        self, program: Program, loss: LossFunction, group: Group, own: Program | None = None, losses_left: int | None = None,
-    ) -> ProgramKey:  # fmt: skip
+        self, program: Program, loss: LossFunction, group: Group, own: Program | None = None
+    ) -> ProgramKey:
         """Shards and cuts a program. own: the same program in the job's own precision, if it is lifted to
-        another; decisions are made for it. losses_left: as of `Division.part`."""
+        another; decisions are made for it."""
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
@@ -227,11 +209,10 @@ class ProgramStore:
         own = own and with_places_behind_parts(own, self._plan.num_stages)
         part, routed = program, {}
         if self._division:
-            part, routed = self._division.part(program, group, own, losses_left=losses_left)
+            part, routed = self._division.part(program, group, own)
             assert self._division.newest
             self._divided[loss, program.training] = self._division.newest
-        first = losses_left is not None
-        self._entries[key] = self.cutter.cut(program, part, routed, group, own, is_first=first)
+        self._entries[key] = self.cutter.cut(program, part, routed, group, own)
         self.others = self.others if len(self._entries) > 1 else program.others
         known = self._others.setdefault(key.tensors_only(len(program.others)), [])
         if program.others not in known:

@@ -3,9 +3,8 @@ parameters stay in their stages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -28,7 +27,6 @@ from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.experts import place_rows, rows_here, take_rows
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.recompute.recompute import kept_values
-from meshloom.program.run.runner import used_variables
 from meshloom.program.sizes.alike import alike
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_saved_values
@@ -61,7 +59,6 @@ class StageCutter:
         self.rates = rates
         self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
         self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
-        self._used: set[str] = set()  # those that the losses so far use
         self._decided: list[_Decided] = []  # of programs that differ in more than sizes
         self._schedules: dict[int, Schedule] = {}  # by number of microbatches
 
@@ -101,52 +98,35 @@ class StageCutter:
         routed: Mapping[str, RoutedRows],
         group: Group,
         priced_program: Program | None = None,
-        *,
-        is_first: bool = False,
     ) -> tuple[Stage, ...]:
         """The stages of `part`, this rank's shard of `full` along tp. All ranks of `group` call this.
 
         routed: values of the shard with rows that data routes to this rank.
         priced_program: a program with the same nodes whose costs decide; default: `full`.
-        is_first: of one of the job's losses: what no loss before uses may be in any stage, and where stages cannot
-            follow each other as before, parameters come to be in more of them.
         """
         decided = self._for_other_sizes(full)
-        is_first = is_first and self._users is not None
         if decided is None:
-            decided = self._decide(full, priced_program or full, group, is_first=is_first)
+            decided = self._decide(full, priced_program or full, group)
             self._decided.append(decided)
         if decided.kept is not None:
             part = replace(part, kept=decided.kept)
         with self._timings.of("cutting"):
             stages = stages_of_part(part, decided.stage_of, routed, self._plan.num_stages, decided.pinned)
-        self._note_users(full, stages, is_first=is_first or self._users is None)
+        self._users = self._users or users_of(stages)
         self.first = self.first or stages
         return stages
-
-    def _note_users(self, full: Program, stages: Sequence[Stage], *, is_first: bool) -> None:
-        if not is_first:
-            return
-        found = users_of(stages)
-        variables = {**full.parameters, **full.buffers}
-        used = {each.name for each in used_variables(full, variables)} | full.changing
-        known = self._users = self._users or dict(found)
-        for name in used:
-            before = known[name] if name in self._used else ()
-            known[name] = tuple(dict.fromkeys((*before, *found[name])))
-        self._used |= used
 
     def _for_other_sizes(self, program: Program) -> _Decided | None:
         return next((each for each in self._decided if alike(each.program, program)), None)
 
-    def _decide(self, full: Program, priced_program: Program, group: Group, *, is_first: bool) -> _Decided:
+    def _decide(self, full: Program, priced_program: Program, group: Group) -> _Decided:
         """The decisions for a program, by the costs of `priced_program`, which has the same nodes."""
         priced: Mapping[str, Cost] | None = None  # set if cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(full.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                chosen = on_rank_0(group, lambda: self._choose(priced_program, is_first=is_first), PlanError)
+                chosen = on_rank_0(group, lambda: self._choose(priced_program), PlanError)
             choice, priced = chosen or (None, None)
             numbers: list[int] = share(
                 group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
@@ -165,8 +145,8 @@ class StageCutter:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
         return self.rates
 
-    def _choose(self, full: Program, *, is_first: bool) -> tuple[CutChoice, Mapping[str, Cost] | None]:
-        """The cuts, and the costs if they were needed. is_first: as of `cut`."""
+    def _choose(self, full: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
+        """The cuts, and the costs if they were needed."""
         rates = self._rates_here(full)
         priced: Mapping[str, Cost] | None = None
 
@@ -174,28 +154,9 @@ class StageCutter:
             nonlocal priced
             with self._timings.of("prices"):
                 priced = costs(full)
-            holders = self._users
-            if is_first and holders is not None:
-                holders = {name: holders[name] for name in self._used}
-            chosen = partial(
-                choose_stages,
-                full,
-                priced,
-                self._plan,
-                rates,
-                self.sizes,
-                pinned=self._pinned(),
-                told=self._timings.counted,
-            )
-            try:
-                return chosen(holders)
-            except PlanError:
-                if not is_first or holders is None:
-                    raise
-                # Buffers that change have one place each; parameters can be lent.
-                changing = full.changing.union(*(each.changing for each in self.first))
-                holders = {name: stages for name, stages in holders.items() if name in changing}
-                return chosen(holders)
+            return choose_stages(
+                full, priced, self._plan, rates, self.sizes, self._users, pinned=self._pinned(), told=self._timings.counted
+            )  # fmt: skip
 
         stored = self._stored if self._users is None else None
         return stored_cuts(stored, full, rates, choose, plan=self._plan, sizes=self.sizes), priced

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import NamedParameters
-from meshloom.core.objectives import as_list
+from meshloom.core.job_functions import as_list
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.reach import expected_state_bytes, is_known
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
+from meshloom.core.job_functions import as_list
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
-from meshloom.core.objectives import as_list
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.user_optimizer import takes_closure

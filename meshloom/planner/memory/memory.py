@@ -12,8 +12,8 @@ operators allocate internally.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -75,33 +75,6 @@ class Memory:
     def optimizer_factor(self) -> float:
         """Bytes of optimizer state per byte of parameters."""
         return self.optimizer / self.parameters if self.parameters else OPTIMIZER_FACTOR
-
-
-def in_turn(memories: Sequence[Memory], *, bucketed: bool) -> Memory:
-    """Of a step of several losses, from that of a job of each alone: one computes at a time, while the optimizer state
-    of all of them, and buckets of gradients (`bucketed`), are there."""
-    if len(memories) == 1:
-        return memories[0]
-    state = sum(each.optimizer for each in memories)
-    buckets = sum(each.gradients for each in memories) if bucketed else 0
-
-    def others(mine: Memory) -> int:
-        more = state - mine.optimizer
-        return more * (2 if mine.copied else 1) + (buckets - mine.gradients if bucketed else 0)
-
-    fullest = max(memories, key=lambda each: each.peak + others(each))
-    phases = dict.fromkeys(phase for each in memories for phase in each.peaks)
-    return replace(
-        fullest,
-        optimizer=state,
-        gradients=buckets if bucketed else max(each.gradients for each in memories),
-        offloaded=sum(each.offloaded for each in memories),
-        copied=max(each.copied + state - each.optimizer if each.copied else 0 for each in memories),
-        peaks={
-            phase: max(each.peaks[phase] + others(each) for each in memories if phase in each.peaks)
-            for phase in phases
-        },
-    )
 
 
 def predict_memory(

@@ -57,8 +57,7 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Steps of a plan. places, held: [rank]. steps: [step][rank]; of a job of several losses their turns, of which a
-    step has `turns` on average. threads: of each rank. schedule: of the plan's pipeline, if it has one. one_copy:
+    """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the plan's pipeline, if it has one. one_copy:
     whether the replicas share one copy of parameters and optimizer state. ran: what ranks ran under, if that is
     another plan."""
 
@@ -69,7 +68,6 @@ class Rehearsal:
     held: tuple[HeldBytes, ...]
     schedule: Schedule | None = None
     one_copy: bool = False
-    turns: float = 1.0
     ran: Plan | None = None
 
     @property
@@ -79,6 +77,4 @@ class Rehearsal:
         for step in self.steps:
             for axis, count in step[0].num_bytes.items():
                 totals[axis] = totals.get(axis, 0) + count
-        return MappingProxyType(
-            {axis: round(self.turns * count / len(self.steps)) for axis, count in totals.items()}
-        )
+        return MappingProxyType({axis: round(count / len(self.steps)) for axis, count in totals.items()})

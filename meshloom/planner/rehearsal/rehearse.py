@@ -7,7 +7,6 @@ clock (`own_clock.py`), so one core suffices to find out what each of many ranks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Turns
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
+from meshloom.core.exchange_refusals import check_exchange
 from meshloom.core.job import Job
-from meshloom.core.losses.turns import LossTurn, check_turns, turns_of
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
@@ -58,7 +57,7 @@ def check_plan(job: Job, plan: Plan) -> None:
             "exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train."
         )
     plan.check_batch(job.batch_size)
-    check_turns(job, plan)
+    check_exchange(job, plan)
 
 
 def rehearse(
@@ -86,9 +85,7 @@ def rehearse(
     torch.set_num_threads(threads)
     try:
         with preserved_draws(), _ranks(job, plan, common_memory, cache, timings, share) as ranks:
-            period = math.lcm(*(each.every for each in job.losses.values()))
-            cycle = sum(len(turns_of(job, step)) for step in range(period))
-            timed = [_Timed(cycle=cycle * plan.local_steps) for _ in ranks.all]
+            timed = [_Timed(cycle=plan.local_steps) for _ in ranks.all]
             ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
             return Rehearsal(
@@ -104,7 +101,6 @@ def rehearse(
                 if replicas[0].inner.pp > 1
                 else None,
                 one_copy=replicas[0].exchange.ownership.memory == "shared",
-                turns=cycle / period,
                 ran=replicas[0].inner,
             )
     except SharedWriteError:
@@ -134,7 +130,7 @@ class RehearsedRank:
 
 @dataclass(kw_only=True)
 class _Timed:
-    """A rank's steps, or turns. cycle: after how many of them they repeat. num_filled: its chunks with samples. kept:
+    """A rank's steps. cycle: after how many of them they repeat. num_filled: its chunks with samples. kept:
     bytes saved for backward."""
 
     cycle: int
@@ -215,9 +211,8 @@ def _take_part(job: Job, plan: Plan, rank: RehearsedRank, timed: Sequence[_Timed
         rank.replica.step(step, chunks)
     number = WARM_UP_STEPS
     while not timed[0].are_enough(len(mine.steps)):
-        for turn in turns_of(job, number):
-            mine.steps.append(_timed_step(rank, number, turn, chunks))
-            rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
+        mine.steps.append(_timed_step(rank, number, chunks))
+        rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
         number += 1
 
 
@@ -242,13 +237,11 @@ def _watched_step(rank: RehearsedRank, chunks: Sequence[Chunk]) -> int:
     return kept.most
 
 
-def _timed_step(rank: RehearsedRank, number: int, turn: LossTurn, chunks: Sequence[Chunk]) -> RankStep:
+def _timed_step(rank: RehearsedRank, number: int, chunks: Sequence[Chunk]) -> RankStep:
     replica = rank.replica
     rank.clock.begin()
     recorder = replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
-    if replica.own is not None:
-        replica.turn_to(turn)
-    replica.update(replica.gradients(number, chunks))
+    replica.step(number, chunks)
     rank.clock.stop()
     seconds, spans = rank.clock.seconds, recorder.take()
     replica.recorder = None

@@ -1,1 +1,1 @@
-"""The exchange of one replica's gradients: opened as its plan says, of one loss or of several in turn; and of rows that a loss gathers."""
+"""The exchange of one replica's gradients: opened as its plan says; and of rows that a loss gathers."""

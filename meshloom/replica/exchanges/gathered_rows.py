@@ -4,7 +4,7 @@
     the end    "over" -> all-gather (control)                          so that a replica that does not call is named
     backward                                                           gradients of all rows, padded -> reduce-scatter
 
-The end is exchanged with the first chunk of every loss, and from then on of those that gather: others pass none of this.
+The end is exchanged with the first chunk, and from then on if the loss gathers: others pass none of this.
 """
 
 from __future__ import annotations
@@ -30,19 +30,16 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 class GatheredRows:
     """The calls of one rank, which computes one chunk a step.
 
-    num_losses: of the job. updates: whether the rank updates parameters, as workers of an asynchronous run do not.
+    updates: whether the rank updates parameters, as workers of an asynchronous run do not.
     meet: is called before replicas exchange something.
     """
 
-    def __init__(
-        self, plan: Plan, context: RankContext, *, num_losses: int, updates: bool, meet: Callable[[], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, context: RankContext, *, updates: bool, meet: Callable[[], None]) -> None:
         self._group, self._control = context.statistics, context.readers
-        self._num_losses, self._meet = num_losses, meet
+        self._meet = meet
         self._refusal = _refusal(plan, updates=updates)
         self._is_whole = plan.num_chunks == 1 and updates  # whoever has the whole batch
-        self._gathers: dict[object, bool] = {}  # loss -> whether it calls, once it has been computed
-        self._loss: object = None
+        self._gathers = True  # whether the loss calls; until it has been computed it may
         self._step = self._batch = 0
         self._found: list[_Found] = []  # of the newest forward
         self._anchors: list[Tensor] = []
@@ -54,15 +51,13 @@ class GatheredRows:
     @property
     def _may_wait(self) -> bool:
         """Whether a forward may wait for other replicas."""
-        if self._is_whole or self._refusal:
-            return False
-        return len(self._gathers) < self._num_losses or any(self._gathers.values())
+        return self._gathers and not (self._is_whole or self._refusal)
 
     @contextmanager
-    def chunk(self, loss: object, step: int, batch: int) -> Iterator[None]:
-        """Around a chunk's forward and backward. loss: which. batch: samples of all replicas."""
+    def chunk(self, step: int, batch: int) -> Iterator[None]:
+        """Around a chunk's forward and backward. batch: samples of all replicas."""
         self._found, self._anchors = [], []
-        self._loss, self._step, self._batch = loss, step, batch
+        self._step, self._batch = step, batch
         self._answer = self._gathered
         with self._answered(self._answer_now):
             yield
@@ -70,17 +65,17 @@ class GatheredRows:
     def end_forward(self, root: Tensor) -> Tensor:
         """The root of backward, once the loss is known. Raises `JobError` where another replica calls once more."""
         self._answer = _in_backward
-        if self._may_wait and self._gathers.get(self._loss, True):
+        if self._may_wait:
             self._agree(_Call(kind=_END, step=self._step, batch=self._batch))
-            self._gathers[self._loss] = bool(self._found)
+            self._gathers = bool(self._found)
         # every replica sends gradients of every call, whatever its own loss has used
         return _Anchored.apply(root, *self._anchors) if self._anchors else root
 
-    def idle(self, loss: object) -> None:
+    def idle(self) -> None:
         """In a step in which this replica has no samples."""
-        if self._may_wait and self._gathers.get(loss, True):
+        if self._may_wait:
             self._agree(_Call(kind=_EMPTY))
-            self._gathers[loss] = False
+            self._gathers = False
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -123,7 +118,7 @@ class GatheredRows:
     def _gathered(self, x: Tensor) -> Tensor:
         if self._refusal:
             raise PlanError(self._refusal)
-        if not self._gathers.get(self._loss, True):
+        if not self._gathers:
             raise JobError(
                 f"meshloom.gather() is called in step {self._step}, and was not when this loss was first computed, so other replicas do not wait for it. "
                 "Call it in every step, and leave its result out of the loss where you do not want it."

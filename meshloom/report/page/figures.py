@@ -30,9 +30,8 @@ class Chart:
 
 def charts(runs: Sequence[RunHistory]) -> Iterator[tuple[str, Chart]]:
     """With the heading that each belongs under."""
-    losses = list(dict.fromkeys(name for run in runs for name in run.losses))
-    if losses:
-        yield "Loss and metrics", _lines("Training loss", runs, losses)
+    if any(run.steps.get("loss") for run in runs):
+        yield "Loss and metrics", _lines("Training loss", runs, ["loss"])
     for heading, title, begins in _LINES_OF:
         found = [name for name in _names(runs) if name.startswith(begins)]
         if found:
@@ -64,7 +63,7 @@ _LINES_OF: Sequence[tuple[str, str, str]] = (
 
 def _names(runs: Sequence[RunHistory]) -> list[str]:
     """Of what is measured whatever the job is."""
-    jobs = {name for run in runs for name in (*run.losses, *run.logged)}
+    jobs = {"loss", *(name for run in runs for name in run.logged)}
     return [name for name in dict.fromkeys(name for run in runs for name in run.steps) if name not in jobs]
 
 

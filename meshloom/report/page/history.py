@@ -21,7 +21,7 @@ Points = list[tuple[int, float]]  # (step, value), by step
 @dataclass(kw_only=True)
 class RunHistory:
     """name: of the directory. start: what the run began with; of one that was resumed, the last time. steps: what was
-    measured after each step, by what it is; losses, logged: which of these are the job's. metrics: of evaluations, likewise. division, memory, end: as
+    measured after each step, by what it is; logged: which of these the loss logs. metrics: of evaluations, likewise. division, memory, end: as
     `train/log/run_start.py` and `telemetry/run_log.py` write them; {}: there is none yet."""
 
     name: str
@@ -30,7 +30,6 @@ class RunHistory:
     memory: Mapping[str, int]
     end: Mapping[str, Any]
     steps: dict[str, Points] = field(default_factory=dict[str, Points])
-    losses: list[str] = field(default_factory=list[str])
     logged: list[str] = field(default_factory=list[str])
     metrics: dict[str, Points] = field(default_factory=dict[str, Points])
     checkpoints: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
@@ -67,7 +66,6 @@ def read_history(directory: Path) -> RunHistory:
     )
     progresses = [progress_of(each) for each in _newest_by_step(events, "step").values()]
     history.steps = _points(progresses)
-    history.losses = list(dict.fromkeys(name for each in progresses for name in each.losses or ["loss"]))
     history.logged = list(dict.fromkeys(name for each in progresses for name in each.logged))
     for step, each in _newest_by_step(events, "evaluation").items():
         for name, value in each["metrics"].items():

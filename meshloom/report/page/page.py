@@ -122,7 +122,7 @@ def _facts_of(run: RunHistory) -> dict[str, str]:
     facts["steps"] = steps if end else f"{steps} (it has not come to its end)"
     if end:
         facts["time"] = f"{format_seconds(end['seconds'])} for {format_count(int(end['steps']), 'step')}"
-    shown = {f"training {name}": run.steps.get(name) for name in run.losses}
+    shown = {"training loss": run.steps.get("loss")}
     shown |= {f"evaluation: {name}": points for name, points in run.metrics.items()}
     facts |= {
         words: f"{points[0][1]:.5g} to {points[-1][1]:.5g}" for words, points in shown.items() if points

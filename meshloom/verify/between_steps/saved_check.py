@@ -109,14 +109,9 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         [*map(from_json, updater["schedulers"])],
     )
     # torch's own schedulers, as what one is wrapped in saves both sides' state
-    own = [
-        each.scheduler if isinstance(each, ByMetric) else each
-        for loss in reference.losses
-        for each in loss.schedulers
-    ]
-    optimizers = [each for loss in reference.losses for each in loss.optimizers]
+    own = [each.scheduler if isinstance(each, ByMetric) else each for each in reference.schedulers]
     for what, value in named_settings(
-        [each.param_groups for each in optimizers], [each.state_dict() for each in own]
+        [each.param_groups for each in reference.optimizers], [each.state_dict() for each in own]
     ).items():
         # the training loss that a scheduler goes by is each side's own
         if what not in ours:
@@ -136,7 +131,7 @@ def _kept(
 ) -> Iterator[tuple[str, str, Any, float]]:
     """What one device keeps of parameters: the parameter's name, the key, the value, and its tolerance."""
     names = {id(each): name for name, each in reference.updated.all.items()}
-    for optimizer in (each for loss in reference.losses for each in loss.optimizers):
+    for optimizer in reference.optimizers:
         for parameter, state in optimizer.state.items():
             # of a parameter without elements no rank has a state
             if isinstance(parameter, Tensor) and id(parameter) in names and parameter.numel():

@@ -40,8 +40,7 @@ from meshloom.verify.tolerances.of_precision import (
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step of both sides. facts: differences other than numbers, a sentence each. turn: the name of its loss, if it is
-    a turn of several. skipped: whether one device skips its update."""
+    """One step of both sides. facts: differences other than numbers, a sentence each. skipped: whether one device skips its update."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
@@ -49,7 +48,6 @@ class Comparison:
     facts: Sequence[str]
     # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
-    turn: str = ""
     skipped: bool = False
 
     @property
@@ -183,7 +181,6 @@ class Comparer:
             errors=errors,
             facts=facts,
             first_module=module,
-            turn=reference.turn,
             skipped=reference.skipped,
         )
 

@@ -72,9 +72,7 @@ class ChunkRun:
         self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
         self.autocast, self._of_batches = AUTOCAST.get(plan.precision), of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
-        self.loss = job.loss  # of several the one whose turn it is
         self._aligns = plan.captures or plan.compiles
-        self.draws = 0  # losses whose turn it was before in the step
         self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
         self.together = ChunksTogether(model)
@@ -112,7 +110,6 @@ class ChunkRun:
         """
         batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, step, self._seed_of(forward.key))
-        seed = derive(seed, "turn", self.draws) if self.draws else seed
         self.seed(seed)
         draws: list[str] = []
         if casts is not None:
@@ -136,7 +133,7 @@ class ChunkRun:
                 casts.computing_loss() if casts else nullcontext(),
                 self.together.forward(None if len(forward.samples) == batch_size else forward.members[0][0]),
             ):
-                computed = computed_with_logs(self.loss, self._model, batch)
+                computed = computed_with_logs(self._job.loss, self._model, batch)
             returned, logged = taken_apart(computed)
             loss_sum, weight = as_sum(returned, len(forward.samples))
             # a scale is of the mean over samples, of what has been summed in float32

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CODE_ERRORS
+from meshloom.core.job_functions import Metric
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
-from meshloom.core.objectives import Metric
 from meshloom.core.random import (
     KeyedDraws,
     derive,

@@ -7,9 +7,6 @@ samples and the order of an epoch's batches are implemented here a second time. 
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in chunk order (`reference_buffers.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `masters.py`)
-
-Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
-others' gradients is thrown away.
 """
 
 from __future__ import annotations
@@ -37,15 +34,9 @@ from meshloom.verify.reference.masters import ReferenceMasters, ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
+from meshloom.verify.reference.reference_optimizers import densify_gradients, made_by, needs_closure, rows_of
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, settings_of
-from meshloom.verify.reference.trained_losses import (
-    densify_gradients,
-    needs_closure,
-    rows_of,
-    trained_losses,
-    turns,
-)
 
 Gradients = dict[str, Tensor | None]
 
@@ -76,8 +67,8 @@ class Reference:
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            self.losses = trained_losses(job, self.updated)
-            self.turns_left = turns(self.losses, read_batches(job))
+            self.optimizers, self.schedulers = made_by(job, self.updated)
+            self._batches_left = enumerate(read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.buffers = ReferenceBuffers(job, self.model)
         self.precision = most_precise(self.model)
@@ -88,7 +79,6 @@ class Reference:
             job, plan, self.model, self.device, dtype, dtype or self.updated.dtype, self._watch, self.scale
         )
         self.autocast = self.chunk_run.autocast
-        self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
         self._loss_sum = self._weight = 0.0
@@ -116,11 +106,9 @@ class Reference:
         )
 
     def run(self) -> None:
-        """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
-        `gradients` are the average. Raises `DataError` if there is no data."""
+        """The first half of a step: forward and backward of all chunks, after which `gradients` are the average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
-            self.step, self.samples, self.turn, self.chunk_run.draws = next(self.turns_left)
-            self.chunk_run.loss = self.turn.loss
+            self.step, self.samples = next(self._batches_left)
             for module, training in self._modes:
                 module.training = training
             self.before = {}
@@ -149,7 +137,7 @@ class Reference:
 
     def go_to(self, step: int) -> None:
         """The next step is the one of this number; parameters, optimizers and schedules are as they are."""
-        self.turns_left = turns(self.losses, read_batches(self.job, step), step)
+        self._batches_left = enumerate(read_batches(self.job, step), step)
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Continue with this gradient in place of its own, which it equals up to rounding."""
@@ -171,19 +159,18 @@ class Reference:
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
-        if self.turn.clip_grad_norm is not None and norm is not None:
-            clip(self.updated, self.turn.clip_grad_norm, norm)
+        if self.job.clip_grad_norm is not None and norm is not None:
+            clip(self.updated, self.job.clip_grad_norm, norm)
         casts = list(self.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
         self.updated.round()
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
-        optimizers = [each for loss in self.losses for each in loss.optimizers]
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
-            casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[settings_of(optimizers, [each for loss in self.losses for each in loss.schedulers])]
+            casts=tuple(dict.fromkeys(casts)), skipped=self.scale.overflowed,
+            settings=[settings_of(self.optimizers, self.schedulers)]
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -202,16 +189,13 @@ class Reference:
             return self.chunk_run.run(each, self.step, self._casts if watched else None, len(self.samples))
 
         forwards = partial(self.forwards, forward.rows is None)
-        result = self.chunk_run.together.run(run, forward, watched, forwards, self.turn.name)
+        result = self.chunk_run.together.run(run, forward, watched, forwards)
         self._divisor = result.divisor
         return result
 
     def divide(self, weight: float) -> None:
-        """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
-        parameters are thrown away."""
-        for name, parameter in self.parameters.items():
-            if name not in self.turn.names:
-                parameter.grad = None
+        """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums."""
+        for parameter in self.parameters.values():
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
@@ -290,7 +274,7 @@ def closure_of(reference: Reference) -> Callable[[], float]:
         if first:
             return first.pop()
         loss, weight, _ = reference.evaluate(watched=False)
-        limit = reference.turn.clip_grad_norm
+        limit = reference.job.clip_grad_norm
         if limit is not None:
             clip(reference.model, limit, norm_of_all(reference.gradients))
         return loss / weight
@@ -299,13 +283,13 @@ def closure_of(reference: Reference) -> Callable[[], float]:
 
 
 def _step_all(reference: Reference) -> list[Cast]:
-    """The optimizers and schedulers of the turn; the casts in the former."""
+    """The optimizers and schedulers; the casts in the former."""
     casts: list[Cast] = []
-    for optimizer in reference.turn.optimizers:
+    for optimizer in reference.optimizers:
         densify_gradients(optimizer)
         with CastWatch(most_precise(reference.updated), optimizer=type(optimizer).__name__) as watch:
             optimizer.step(closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
         casts += watch.casts
-    for scheduler in reference.turn.schedulers:
+    for scheduler in reference.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
     return casts

@@ -90,7 +90,7 @@ class StepRecord:
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update. apart: names of what replicas have others of, if they do.
     logged: by the loss, means over the batch; of the plan, as it reports them.
-    casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
+    casts: the reductions of precision in the step.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
     one device or of each rank.
@@ -106,7 +106,6 @@ class StepRecord:
     apart: Sequence[str] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
     casts: Sequence[Cast] = ()
-    turn: str = ""
     skipped: bool = False
     inconsistent: Sequence[str] = ()
     settings: Sequence[Mapping[str, Setting]] = ()

@@ -18,9 +18,9 @@ from torch import Tensor
 from meshloom.verify.reference.float64_blocks import distance, norm, norm_of_all
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.reference import Reference, clip, closure_of
+from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import having, perturbed_parameters
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.reference.trained_losses import needs_closure
 
 _RUNS = 3
 _TIMES = 4  # the most of a few draws, of what grows from evaluation to evaluation, is less than what the plan's own rounding may do
@@ -38,7 +38,7 @@ class ClosureEffects:
 
     def update(self) -> StepRecord:
         """The reference's update, and how far rounding moves it."""
-        is_closure = any(map(needs_closure, self._reference.turn.optimizers))
+        is_closure = any(map(needs_closure, self._reference.optimizers))
         runs = [self._run(number) for number in range(_RUNS)] if is_closure else []
         record = self._reference.update()
         self._effects = self._movements(runs) if runs else {}
@@ -65,7 +65,7 @@ class ClosureEffects:
 
     def of_state(self, parameter: Tensor, key: str) -> float:
         """The most that what its optimizer keeps of a parameter under this name is moved by rounding, relative to its size."""
-        own = {id(each): each for loss in self._reference.losses for each in loss.optimizers}
+        own = {id(each): each for each in self._reference.optimizers}
         found = 0.0
         for (_, optimizer), copied in self._copies.items():
             right, other = (each.state.get(parameter, {}).get(key) for each in (own[optimizer], copied))
@@ -94,9 +94,9 @@ class ClosureEffects:
         ):
             for name, each in gradients.items():
                 reference.parameters[name].grad = None if each is None else each.detach().clone()
-            if reference.turn.clip_grad_norm is not None:
-                clip(reference.model, reference.turn.clip_grad_norm, norm_of_all(reference.gradients))
-            for optimizer in reference.turn.optimizers:
+            if reference.job.clip_grad_norm is not None:
+                clip(reference.model, reference.job.clip_grad_norm, norm_of_all(reference.gradients))
+            for optimizer in reference.optimizers:
                 copied = self._copy_of(number, optimizer)
                 copied.step(perturbed) if needs_closure(optimizer) else copied.step()
             return {name: each.detach().clone() for name, each in reference.parameters.items()}

@@ -1,4 +1,4 @@
-"""Models whose steps keep something besides what is trained: teachers, centres, codes, counts, targets of several losses."""
+"""Models whose steps keep something besides what is trained: teachers, centres, codes, counts, targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from meshloom.core.buffer_rules import ema
-from tests.equality.model import Model, Samples, Turn, normal, whole
+from tests.equality.model import Model, Samples, normal, whole
 from tests.equality.models.dense import own_loss
 
 
@@ -115,6 +115,10 @@ def act(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return (0.1 * chance - model.critic(torch.cat([batch["x"], action], dim=-1))).mean()
 
 
+def judge_and_act(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return judge(model, batch) + act(model, batch)
+
+
 def views(count: int) -> Samples:
     return Samples(x=normal(120, count, 7), noise=normal(121, count, 7))
 
@@ -157,16 +161,12 @@ STATES = [
     Model(
         name="actor_critic",
         interacts=True,
-        features="two losses in turn, one of them every other step; a target that moves, spectral norm, distributions",
+        features="a target that moves, spectral norm, distributions",
         build=ActorCritic,
-        loss=judge,
+        loss=judge_and_act,
         samples=transitions,
         stages=2,
         computed=True,
         buffers={"target.*": ema(0.9)},
-        turns={
-            "critic": Turn(loss=judge, parameters="critic"),
-            "actor": Turn(loss=act, parameters="actor", every=2),
-        },
     ),
 ]

@@ -57,7 +57,7 @@ class ChunksTogether:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._gathers: dict[str, bool] = {}  # turn -> whether its loss gathers, once it has been computed
+        self._gathers = True  # whether the loss does; until it has been computed it may
         self.rows: list[_Rows] | None = None
         self._chunk = 0
         # of the forward under way: all rows, and an anchor if they have a gradient
@@ -68,11 +68,11 @@ class ChunksTogether:
         self._gradients: list[Tensor] = []
 
     def run(
-        self, run: Callable[[F, bool], R], forward: F, watched: bool, forwards: Callable[[], Iterable[F]], turn: str
+        self, run: Callable[[F, bool], R], forward: F, watched: bool, forwards: Callable[[], Iterable[F]]
     ) -> R:  # fmt: skip
         """`run(forward, watched)`, after all that its chunk gathers has been found. run: with what another run leaves undone is done
-        again, apart from buffers. forwards: all of the step. turn: whose loss it is."""
-        if self.rows is not None or not self._gathers.get(turn, True):
+        again, apart from buffers. forwards: all of the step."""
+        if self.rows is not None or not self._gathers:
             return run(forward, watched)
         before = StateBefore(self._model)
 
@@ -86,7 +86,7 @@ class ChunksTogether:
             self._find(run_again, list(forwards()))
             before.put_back()
             result = run(forward, watched)
-        self._gathers[turn] = bool(self.rows)
+        self._gathers = bool(self.rows)
         return result
 
     @contextmanager

@@ -1,0 +1,86 @@
+"""What the functions of a job take and return, and metrics of all samples together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshloom.core.errors import JobError
+
+# A scalar mean over the batch's samples, or (sum, weight): a scalar sum and the number of items in it.
+Loss = Tensor | tuple[Tensor, Tensor | float]
+LossFunction = Callable[[Any, Any], Loss]
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of all samples together, such as F1 or a rank correlation, whose mean over chunks is another number. Raises `JobError`.
+
+    update: of (model, batch), called for each chunk; returns a tensor [samples, ...], or a tuple or dict of them.
+    compute: called once, on rank 0, with what `update` has returned for all samples, in the order of the data and on the CPU: a tensor
+        as its argument, a tuple's as its arguments, a dict's by name. Returns one number. It may be an object of torchmetrics; if it has a
+        `reset()`, that is called afterwards.
+
+    >>> f1 = Metric(
+    ...     update=lambda model, batch: (model(batch["x"]).argmax(1), batch["y"]),
+    ...     compute=lambda ours, right: 2 * (ours & right).sum() / (ours.sum() + right.sum()),
+    ... )
+    """
+
+    update: Callable[[Any, Any], Any]
+    compute: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name, function in (("update", self.update), ("compute", self.compute)):
+            if not callable(function):
+                raise JobError(f"Metric({name}=...) must be a function, not {type(function).__name__}.")
+        check_takes("Metric(update=...)", self.update, TAKES["loss"])
+
+
+TAKES = {
+    "model": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("named",),
+    "scheduler": ("optimizer",),
+    "data": (),
+    "collate": ("samples",),
+}
+
+
+def is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_takes(setting: str, function: Any, given: Sequence[str], advice: str = "") -> None:
+    """Raises `JobError` for a function that cannot be called with what it will be given. setting: as the user writes it.
+
+    >>> check_takes("Job(loss=...)", lambda batch: batch, ("model", "batch"))
+    Traceback (most recent call last):
+    meshloom.core.errors.JobError: Job(loss=...) is called with (model, batch), and this function takes (batch).
+    """
+    if isinstance(function, nn.Module) and type(function).__module__.startswith("torch.nn."):
+        calls = f"forward{tuple(inspect.signature(function.forward).parameters)}".replace("'", "")
+        raise JobError(
+            f"{setting} is called with ({', '.join(given)}), and {type(function).__name__} has {calls}.{advice}"
+        )
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError:
+        takes = ", ".join(signature.parameters)
+        raise JobError(
+            f"{setting} is called with ({', '.join(given)}), and this function takes ({takes}).{advice}"
+        ) from None
+
+
+def as_list(given: Any) -> list[Any]:
+    """What may be given, or returned, as one thing or as several."""
+    return list(given) if isinstance(given, list | tuple) else [given]
