@@ -127,14 +127,6 @@ def test_a_name_without_a_module_is_refused() -> None:
         job_of(lambda: Net([], "r"), leaves="router")  # a text is a sequence, too
 
 
-def test_the_old_name_says_the_new_one() -> None:
-    with pytest.raises(
-        JobError, match=r"is called leaves now. Write leaves=\[Readable, 'parts.0'\]"
-    ) as refused:
-        job_of(lambda: Net([], "r"), opaque=[Readable, "parts.0"])
-    assert refused.value.exit_code == 2
-
-
 class Halves(Readable):
     """What is too large is halved: a choice by values."""
 

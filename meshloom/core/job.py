@@ -135,7 +135,7 @@ class Job:
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
     leaves: names or types of modules that tp, pp and recomputation run as written, whole, as one operator each
-        (docs/contract.md); small modules that cannot be captured are leaves without being named. opaque: its old name.
+        (docs/contract.md); small modules that cannot be captured are leaves without being named.
 
     Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule
     in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation
@@ -182,7 +182,6 @@ class Job:
     units: Sequence[str | type[nn.Module]] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
     leaves: Sequence[str | type[nn.Module]] = ()
-    opaque: Sequence[str | type[nn.Module]] = ()
     buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
 
     def __post_init__(self) -> None:
@@ -230,10 +229,6 @@ class Job:
         _check_weights(self)
         _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')
         _check_modules("leaves", self.leaves, '[Router] or leaves=["blocks.3.router"]')
-        if self.opaque:
-            asked = [self.opaque] if isinstance(self.opaque, str | type) else self.opaque
-            given = [each.__name__ if isinstance(each, type) else repr(each) for each in asked]
-            raise JobError(f"Job(opaque=...) is called leaves now. Write leaves=[{', '.join(given)}].")
         if not isinstance(self.rules, Mapping) or not all(
             isinstance(each, str) for pair in self.rules.items() for each in pair
         ):
