@@ -129,18 +129,6 @@ def test_what_is_done_for_a_plan_is_named_after_it(monkeypatch: pytest.MonkeyPat
         assert stream.there.wait(20)
 
 
-def test_what_a_program_prints_may_be_left_to_where_it_goes(monkeypatch: pytest.MonkeyPatch):
-    """`adopt` keeps what the script prints off the terminal."""
-    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
-    stream, own = Waited("running the script ("), io.StringIO()
-    console = Console(file=stream, width=60, force_terminal=True, color_system=None)
-    with LongPhases(console, takes_prints=False) as phases, redirect_stdout(own):
-        phases.enter("running the script")
-        assert stream.there.wait(20)
-        print("epoch 1")
-    assert own.getvalue() == "epoch 1\n" and "epoch" not in stream.getvalue()
-
-
 def test_what_is_printed_behind_a_phase_that_swallows_prints_is_there(monkeypatch: pytest.MonkeyPatch):
     """`torch.export` prints, and is not let; a line that was shown meanwhile took the place where that went for the
     terminal, and nothing was printed any more."""

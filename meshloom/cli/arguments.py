@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     _add_run(verbs.add_parser("run", help="run a training script with a loop of its own under a plan"))
     _add_adopt(
         verbs.add_parser(
-            "adopt", help="write a job from a training script, and prove that it takes its steps"
+            "adopt", help="write the lines that a training script needs into a copy of it, and verify that"
         )
     )
     _add_runs(
@@ -122,15 +122,23 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 def _add_adopt(adopt: argparse.ArgumentParser) -> None:
     adopt.add_argument("target", metavar="SCRIPT.py", help="a training script for one device")
-    adopt.add_argument("--to", metavar="FILE.py", help="the job's file (default: SCRIPT_job.py beside it)")
     adopt.add_argument(
-        "--steps",
-        type=int,
-        default=4,
-        metavar="N",
-        help="optimizer steps to watch and to compare (default: 4)",
+        "--out",
+        metavar="DIR",
+        default="adopted",
+        help="a new folder for the script and its files (default: adopted)",
     )
-    adopt.add_argument("--overwrite", action="store_true", help="replace the job's file")
+    adopt.add_argument("--plan", default="dp=2", help="what it is verified under (default: dp=2)")
+    adopt.add_argument(
+        "--devices", default="auto", choices=("auto", "cpu", "cuda"), help="as for run (default: auto)"
+    )
+    adopt.add_argument(
+        "--seconds", type=float, default=120, help="how long the script may take to the first step of its optimizers (default: 120)"
+    )  # fmt: skip
+    adopt.add_argument(
+        "--link", action="append", default=[], metavar="NAME",
+        help="a file or folder beside the script that it only reads, too large for the copy that it is run in; several may be given",
+    )  # fmt: skip
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:

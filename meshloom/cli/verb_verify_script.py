@@ -35,27 +35,43 @@ _DOING = {"plan": "under {plan}", "alone": "by itself", "copies": "as {plan} pla
 
 def verify_script(arguments: argparse.Namespace) -> int:
     """Exit code: 0 if the plan equals the script by itself on whole batches, 1 if it differs, 2 if that could not be computed."""
-    plan = plan_of(arguments)
-    check_of_loops(plan)
-    if plan.mesh.size == 1:
-        raise PlanError(f"{plan} is the script by itself. Give a plan of several ranks, like --plan dp=2.")
     if said := [name for name in _OF_JOBS if getattr(arguments, name)]:
         raise PlanError(
             f"--{said[0]} is of jobs. A script's first steps are run under a plan and by itself, and compared."
         )
-    with tempfile.TemporaryDirectory(prefix="meshloom-") as root, ExitStack() as stack:
-        runs = _Runs(arguments, plan, Path(root))
-        try:
-            lines, code = _compared(runs, plan)
-        except _NotComputedError as error:
-            lines, code = [str(error)], 2
-        for line in lines:
+    found = compare_script(arguments)
+    with ExitStack() as stack:
+        for line in found.lines:
             print(line)
-        Records(arguments.json, stack).write("verify_script", plan=str(plan), exit_code=code, lines=lines)
-    return code
+        plan = plan_of(arguments)
+        Records(arguments.json, stack).write(
+            "verify_script", plan=str(plan), exit_code=found.code, lines=found.lines
+        )
+    return found.code
 
 
-def _compared(runs: _Runs, plan: Plan) -> tuple[list[str], int]:
+class ScriptResult(NamedTuple):
+    """lines: what is said. code: that of exit. factor: of every gradient of the first step that differs, where there is one."""
+
+    lines: list[str]
+    code: int
+    factor: float | None = None
+
+
+def compare_script(arguments: argparse.Namespace) -> ScriptResult:
+    """Run the script's first steps under the plan and by itself. Raises `PlanError` for plans of jobs, and of one rank."""
+    plan = plan_of(arguments)
+    check_of_loops(plan)
+    if plan.mesh.size == 1:
+        raise PlanError(f"{plan} is the script by itself. Give a plan of several ranks, like --plan dp=2.")
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as root:
+        try:
+            return _compared(_Runs(arguments, plan, Path(root)), plan)
+        except _NotComputedError as error:
+            return ScriptResult([str(error)], 2)
+
+
+def _compared(runs: _Runs, plan: Plan) -> ScriptResult:
     alone = runs.alone()
     if not alone.steps:
         raise _NotComputedError(
@@ -86,7 +102,7 @@ def _compared(runs: _Runs, plan: Plan) -> tuple[list[str], int]:
         )
     lines.append(held_by_ranks(under_plan.held))
     lines += [f"Written or removed by several ranks: {each}." for each in under_plan.shared_files]
-    return lines, int(not whole.equal)
+    return ScriptResult(lines, int(not whole.equal), whole.first.factor if whole.first else None)
 
 
 class _NotComputedError(Exception):

@@ -236,6 +236,12 @@ def set_for_script(plan: str, devices: str, transport: str, timeout_seconds: flo
         _put_aside()
 
 
+def use_absolute_import_paths() -> None:
+    """What this process finds beside a relative path, processes that it starts in other folders find, too."""
+    if paths := os.environ.get("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
+
+
 def _put_aside() -> dict[str, str]:
     found = {name: os.environ.pop(name) for name in [*os.environ] if _OF_A_RANK.fullmatch(name)}
     os.environ[_ASIDE] = json.dumps({**_aside(), **found, _PROCESS: str(os.getpid())})

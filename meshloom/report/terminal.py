@@ -104,15 +104,13 @@ class LongPhases:
     """A line of what is going on, which a thread shows once it has lasted LONG_SECONDS, and which is gone when that ends.
     Nothing where the output is no terminal.
 
-    clear: called before a line is shown. passed_over: what has a line of its own. takes_prints: whether what the program prints meanwhile is
-    shown above the line, rather than left to where it goes.
+    clear: called before a line is shown. passed_over: what has a line of its own.
     """
 
     def __init__(
-        self, console: Console, clear: Callable[[], None] = lambda: None, passed_over: Sequence[str] = (), takes_prints: bool = True
-    ) -> None:  # fmt: skip
+        self, console: Console, clear: Callable[[], None] = lambda: None, passed_over: Sequence[str] = ()
+    ) -> None:
         self._console, self._clear, self._passed_over = console, clear, passed_over
-        self._takes_prints = takes_prints
         self._phase: str | None = None
         self._since, self._part = 0.0, ""
         self._shown: Live | None = None
@@ -126,10 +124,9 @@ class LongPhases:
             # For all phases, and here: who swallows what is printed within one (export does) restores what was there before,
             # and a thread that did so meanwhile would leave prints where they are swallowed.
             self._console.file = self._console.file
-            if self._takes_prints:
-                self._prints = [_Prints(self._console, file) for file in (sys.stdout, sys.stderr)]
-                self._redirected.enter_context(redirect_stdout(self._prints[0]))
-                self._redirected.enter_context(redirect_stderr(self._prints[1]))
+            self._prints = [_Prints(self._console, file) for file in (sys.stdout, sys.stderr)]
+            self._redirected.enter_context(redirect_stdout(self._prints[0]))
+            self._redirected.enter_context(redirect_stderr(self._prints[1]))
             self._thread.start()
         return self
 

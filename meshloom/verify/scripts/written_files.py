@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
-from meshloom.core.modules.packages import is_of_package
+from meshloom.core.modules.packages import is_users
 
 _CHANGES = {
     "os.remove": 1,
@@ -80,14 +77,7 @@ def _users_line(frame: FrameType | None) -> str:
     """The innermost line that is of no library; "": there is none, or a library does this as it is imported."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         name = frame.f_code.co_filename
-        if not (name.startswith((*_LIBRARIES, "<")) or is_of_package(name)):
+        if is_users(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-_LIBRARIES = (
-    f"{Path(__file__).parents[2]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(tempfile.__file__).parent}{os.sep}",
-)

@@ -1,1 +1,0 @@
-"""What a job reads in place of a script's loader."""

@@ -1,1 +1,0 @@
-"""Whether a job does what the script was seen to do."""

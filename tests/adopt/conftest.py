@@ -1,3 +1,0 @@
-"""The scripts are run by `adopt`, not imported."""
-
-collect_ignore = ["scripts"]

@@ -1,0 +1,327 @@
+"""`meshloom adopt` writes the lines of a loop of one's own where a script's first steps show that they belong, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from meshloom.adopt.adopted_lines import AdoptedLines
+from meshloom.adopt.source_lines import SourceLines
+from meshloom.adopt.watched_loop import Watch
+from meshloom.cli.main import main
+from meshloom.verify.scripts.recorder import EnoughStepsError
+
+SCRIPTS = Path(__file__).parent / "loop_scripts"
+START = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+x, y = torch.randn(24, 3), torch.randn(24, 1)
+data = TensorDataset(x, y)
+loss_of = nn.functional.mse_loss
+def make_model():
+    return nn.Linear(3, 1)
+"""
+LOOP = """for a, b in loader:
+    loss_of(model(a), b).backward()
+    optimizer.step()
+"""
+
+
+def adopted(script: Path, *, share: bool = True, total: bool = False) -> AdoptedLines:
+    watch = Watch()
+    with suppress(EnoughStepsError), watch:
+        exec(compile(script.read_bytes(), str(script), "exec"), {"__name__": "__main__"})  # noqa: S102
+    return AdoptedLines(watch, [script], share=share, total=total)
+
+
+def added(before: str, after: str) -> list[str]:
+    """The lines that are new, and those that went, which begin with -."""
+    lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    return [each[2:].strip() for each in lines if each.startswith("+ ")]
+
+
+def lines_of(text: str, folder: Path, *, share: bool = True, total: bool = False) -> list[str]:
+    script = folder / "train.py"
+    script.write_text(text)
+    (source,) = adopted(script, share=share, total=total).sources.values()
+    found = added(*source.texts())
+    assert found[0].startswith("import meshloom")
+    return found[1:]
+
+
+def without_words(text: str, folder: Path) -> str:
+    """A script without what it says of meshloom."""
+    script = folder / "stripped.py"
+    script.write_text(text)
+    while True:
+        source = SourceLines(script)
+        words = [
+            each
+            for each in source.nodes
+            if isinstance(each, ast.Call) and ast.unparse(each.func).startswith("ml.")
+        ]
+        if not words:
+            break
+        call = words[0]
+        if ast.unparse(call.func) == "ml.save":
+            source.replace(call.func, "torch.save")
+        else:
+            source.replace(call, source.text(call.args[0]))
+        script.write_text(source.texts()[1])
+    return script.read_text().replace("import meshloom as ml\n", "").replace("if ml.main:", "if True:")
+
+
+OF_SCRIPTS = {
+    "adversarial": [
+        "dataloader = ml.loader(DataLoader(TensorDataset(torch.randn(60, 8)), batch_size=14, shuffle=True))",
+        "net_d = ml.parallel(net_d)",
+        "net_g = ml.parallel(net_g)",
+        "fake = net_g(ml.share(torch.randn(int(ml.sum(int(data.size(0)))), nz)))",
+    ],
+    "digits": [
+        "train_loader = ml.loader(DataLoader(Digits(True), batch_size=37, shuffle=True))",
+        "model = ml.parallel(model)",
+        "ml.save(model.state_dict(), sys.argv[1])",
+    ],
+    "episodes": ["model = ml.parallel(model)", "state = ml.share(torch.randn(4))"],
+    "fine_tuning": [
+        "train_dataloader = ml.loader(DataLoader(samples, shuffle=True, collate_fn=collate, batch_size=9))",
+        "model = ml.parallel(model)",
+    ],
+    "small_gpt": [
+        "model = ml.parallel(model)",
+        'X, Y = ml.share(get_batch("train"))',
+        "ml.save(",
+        'X, Y = ml.share(get_batch("train"))',
+    ],
+    "variational": [
+        "train_loader = ml.loader(DataLoader(TensorDataset(torch.rand(50, 20)), batch_size=12, shuffle=True))",
+        "model = ml.parallel(model)",
+        "recon, mu, logvar = model(data, ml.share(torch.randn(int(ml.sum(rows)), 4)))",
+    ],
+    "waves": ["inputs, target = ml.share((waves[:, :-1], waves[:, 1:]))", "seq = ml.parallel(seq)"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in ("digits", "fine_tuning") else ())
+        for each in OF_SCRIPTS
+    ],
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_scripts_get_their_lines_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "out")])
+    text = without_words((SCRIPTS / f"{name}.py").read_text(), tmp_path)
+    assert "meshloom" not in text and "ml." not in text
+    assert lines_of(text, tmp_path) == OF_SCRIPTS[name]
+
+
+PLACES = {
+    "one function makes loaders of training and of evaluation": (
+        """def make(train):
+    return DataLoader(data, batch_size=4, shuffle=train)
+loader, other = make(True), make(False)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+        + LOOP,
+        ["loader = ml.loader(loader)", "model = ml.parallel(model)"],
+    ),
+    "one expression does, for a dict": (
+        """loaders = {each: DataLoader(data, batch_size=4) for each in ("train", "val")}  # both
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = loaders["train"]
+"""
+        + LOOP,
+        ["loaders['train'] = ml.loader(loaders['train'])", "model = ml.parallel(model)"],
+    ),
+    "evaluation first, in grad mode": (
+        """held_out, loader = DataLoader(data), DataLoader(data, batch_size=4)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for a, b in held_out:
+    model(a)
+"""
+        + LOOP,
+        [
+            "held_out, loader = DataLoader(data), ml.loader(DataLoader(data, batch_size=4))",
+            "model = ml.parallel(model)",
+        ],
+    ),
+    "an optimizer of each epoch": (
+        """loader = DataLoader(data, batch_size=4)
+model = make_model()
+for epoch in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for a, b in loader:
+        loss_of(model(a), b).backward()
+        optimizer.step()
+""",
+        ["loader = ml.loader(DataLoader(data, batch_size=4))", "model = ml.parallel(model)"],
+    ),
+    "in a function, of a global, and of a local in one line": (
+        """model, part = make_model(), make_model()
+def begin(other):
+    if other: optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    return optimizer
+optimizer, loader = begin(part), DataLoader(data, batch_size=4)
+for a, b in loader:
+    loss_of(model(a) + part(a), b).backward()
+    optimizer.step()
+""",
+        [
+            "if other: ml.parallel(model); other = ml.parallel(other); optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)",
+            "optimizer, loader = begin(part), ml.loader(DataLoader(data, batch_size=4))",
+        ],
+    ),
+    "a model that makes its optimizer, an attribute, a frozen teacher, torch.compile": (
+        """class Net(nn.Linear):
+    def optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+class Trainer:
+    def __init__(self):
+        self.net, self.teacher = torch.compile(Net(3, 1)), make_model().requires_grad_(False)
+        self.optimizer = self.net.optimizers()
+trainer = Trainer()
+for a, b in DataLoader(data, batch_size=4):
+    loss_of(trainer.net(a), trainer.teacher(a)).backward()
+    trainer.optimizer.step()
+""",
+        ["self.net = ml.parallel(self.net)", "for a, b in ml.loader(DataLoader(data, batch_size=4)):"],
+    ),
+    "batches by arguments, by index, and from a generator": (
+        """def step(model, inputs, wanted):
+    loss_of(model(inputs), wanted).backward()
+def batches():
+    yield x[:8], y[:8]
+model, other, third = make_model(), make_model(), make_model()
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters(), *third.parameters()], 0.1)
+a, b = x * 2, y * 2
+step(model, a, wanted=b)
+chosen = torch.randperm(24)[:6]
+loss_of(other(x[chosen]), y[chosen]).backward()
+for c, d in batches():
+    loss_of(third(c), d).backward()
+optimizer.step()
+""",
+        [
+            "model = ml.parallel(model)",
+            "other = ml.parallel(other)",
+            "third = ml.parallel(third)",
+            "a, b = ml.share((x * 2, y * 2))",
+            "loss_of(other(ml.share(x[chosen])), ml.share(y[chosen])).backward()",
+            "c, d = ml.share((c, d))",
+        ],
+    ),
+    "draws for the rows of a batch, and others": (
+        """loader, model = DataLoader(data, batch_size=4), make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+fixed = torch.randn(7, 3)
+for a, b in loader:
+    rows = a.shape[0]
+    noise, scale = torch.randn_like(a), torch.rand((rows, 1))
+    model(fixed), torch.randn(2)
+    loss_of(model(a + scale * noise + torch.randn(a.shape)), b).backward()
+    optimizer.step()
+""",
+        [
+            "loader, model = ml.loader(DataLoader(data, batch_size=4)), make_model()",
+            "model = ml.parallel(model)",
+            "noise, scale = ml.share(torch.randn_like(ml.gather(a))), ml.share(torch.rand((int(ml.sum(rows)), 1)))",
+            "loss_of(model(a + scale * noise + ml.share(torch.randn(ml.gather(a).shape))), b).backward()",
+        ],
+    ),
+    "no optimizer, a name that is taken": (
+        """ml, loader, model = 0.1, DataLoader(data, batch_size=4), make_model()
+def train():
+    for a, b in loader:
+        loss_of(model(a), b).backward()
+        model.weight.data -= ml * model.weight.grad
+for epoch in range(2):
+    train()
+""",
+        [
+            "ml, loader, model = 0.1, meshloom.loader(DataLoader(data, batch_size=4)), make_model()",
+            "model = meshloom.parallel(model)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_line_stands_where_it_belongs(name: str, tmp_path: Path):
+    text, expected = PLACES[name]
+    assert lines_of(START + text, tmp_path) == expected
+
+
+def test_a_sum_and_shares_are_written_where_they_are_asked_for(tmp_path: Path):
+    text = START + "model = make_model()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    text += "loss = loss_of(model(x), y)\ntorch.autograd.backward(loss)\noptimizer.step()\ntorch.save(model, 'm.pt')\n"
+    always = ["model = ml.parallel(model)", "ml.save(model, 'm.pt')"]
+    assert lines_of(text, tmp_path, share=False) == always
+    assert lines_of(text, tmp_path, share=False, total=True) == [
+        always[0],
+        "torch.autograd.backward(ml.sum(loss))",
+        always[1],
+    ]
+
+
+def test_what_was_not_found_is_said(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        START
+        + """class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+spare = torch.optim.SGD(make_model().parameters(), 0.1)
+def train(net):
+    loss_of(net(torch.ones(4, 3)), torch.ones(4, 1)).backward()
+    net.optimizer.step()
+train(Net())
+"""
+    )
+    found = adopted(script)
+    assert found.modules == 0
+    assert "Net is trained, and has no name where its optimizer is made" in found.notes[0]
+    assert found.notes[-1] == "1 of 2 optimizers made no step meanwhile."
+
+
+def test_lines_are_written_beside_comments_and_semicolons(tmp_path: Path):
+    script = tmp_path / "a.py"
+    script.write_text(
+        '"""Text."""\nfrom __future__ import annotations\nimport os\nif 1:\n\ta = 1; b = (2, 3), 4  # é\n'
+    )
+    source = SourceLines(script)
+    first, second = source.tree.body[3].body  # pyright: ignore[reportAttributeAccessIssue]
+    source.write_line(first, "c = 0")
+    source.write_line(second, "d = 5", after=True)
+    source.wrap(second.value, "share")
+    source.write_import()
+    after = '"""Text."""\nfrom __future__ import annotations\nimport meshloom as ml\nimport os\n'
+    after += "if 1:\n\tc = 0\n\ta = 1; b = ml.share(((2, 3), 4)); d = 5  # é\n"
+    assert source.texts()[1] == after
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("adopt {0}/none.py", "There is no Python file"),
+        ("adopt {0}/train.py --out {0}", "exists. Remove it, or give another folder as --out DIR."),
+        ("adopt {0}/train.py --plan dp=2,zero=1,tp=2", "A loop of one's own has zero=1 with dp alone"),
+    ],
+)
+def test_what_cannot_be_adopted_is_refused(
+    command: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "train.py").write_text(START)
+    assert main(command.format(tmp_path).split()) == 2
+    assert sentence in capsys.readouterr().err
