@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 
 from meshloom.comm.group import Group
+from meshloom.comm.objects import scatter_objects
 from meshloom.comm.recording import RecordedGroup
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.launch.environment import launched_plan, launched_rank
+from meshloom.core.random import generators, put_generators
+from meshloom.launch.environment import begun_as_rank, launched_plan, launched_rank
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import LocalRank, World
 from meshloom.loops.loop_lines import say
@@ -55,7 +57,8 @@ _OPENED: list[LoopRanks] = []
 
 
 def ranks(plan: Plan | str | None = None) -> LoopRanks:
-    """This process's ranks, which meet at the first call. plan: None takes the launcher's; several ranks without one are replicas.
+    """This process's ranks, which meet at the first call. plan: None takes the launcher's; several ranks without one are replicas. Where others have made
+    them ranks after meshloom was imported, as Ray does, all go on with rank 0's draws.
 
     Raises `PlanError` for a plan that is not the one they met with, or that says what only a job has.
     """
@@ -97,7 +100,11 @@ def _open(wanted: Plan | None) -> LoopRanks:
     check_of_loops(wanted)
     _check_started(wanted, launched.size if launched else 1)
     world = open_world(wanted.mesh, ring=wanted.on_ring)
-    return LoopRanks(wanted, world, world.local[0])
+    found = LoopRanks(wanted, world, world.local[0])
+    if not begun_as_rank():  # so that nobody has seeded it
+        states = [generators()] * wanted.mesh.size if world.main else None
+        put_generators(scatter_objects(found.everyone, states))
+    return found
 
 
 def _check_started(plan: Plan, size: int) -> None:
