@@ -10,7 +10,7 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.comm.objects import scatter_objects
 from meshloom.comm.recording import RecordedGroup
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.random import generators, put_generators
 from meshloom.launch.environment import begun_as_rank, launched_plan, launched_rank
@@ -78,6 +78,15 @@ def ranks(plan: Plan | str | None = None) -> LoopRanks:
 def has_ranks() -> bool:
     """Whether the ranks have met."""
     return bool(_OPENED)
+
+
+def check_met() -> None:
+    """At the end of a script. Raises `JobError` where several ranks were started, each of which has done all of it."""
+    launched = launched_rank()
+    if launched and launched.size > 1 and not has_ranks():
+        raise JobError(
+            f"Each of {launched.size} processes has run all of this script: nothing in it is parallel. Call ml.parallel(model) and ml.loader(loader)."
+        )
 
 
 def leave_ranks(*, well: bool) -> None:
