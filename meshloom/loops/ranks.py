@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,12 +81,28 @@ def has_ranks() -> bool:
     return bool(_OPENED)
 
 
+def check_accelerator() -> None:
+    """Raises `JobError` where accelerate's own `Accelerator` takes this rank for the only process."""
+    state: Any = sys.modules.get("accelerate.state")
+    found = ranks()
+    if (
+        state
+        and state.AcceleratorState._shared_state
+        and state.PartialState().process_index != found.own.rank
+    ):
+        raise JobError(
+            f"accelerate's Accelerator takes each of {found.plan.mesh.size} ranks for the only process. Import it from meshloom: "
+            "from meshloom.accelerate import Accelerator."
+        )
+
+
 def check_met() -> None:
     """At the end of a script. Raises `JobError` where several ranks were started, each of which has done all of it."""
     launched = launched_rank()
     if launched and launched.size > 1 and not has_ranks():
         raise JobError(
-            f"Each of {launched.size} processes has run all of this script: nothing in it is parallel. Call ml.parallel(model) and ml.loader(loader)."
+            f"Each of {launched.size} processes has run all of this script: nothing in it is parallel. Call ml.parallel(model) and ml.loader(loader), or take "
+            "the class of a library that does (from meshloom.accelerate import Accelerator)."
         )
 
 
