@@ -89,6 +89,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         found = globals()[name] = getattr(import_module(_LATER[name]), name)
         return found
+    if name == "accelerate":  # a module, for who has that library
+        return import_module(f"meshloom.{name}")
     if name == "main":
         return import_module("meshloom.loops.main_process").is_main()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -302,6 +302,17 @@ def test_ranks_that_part_ways_end_with_the_lines_of_both(
 
 
 @pytest.mark.processes
+def test_a_script_that_makes_nothing_parallel_is_not_run_twice_in_silence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["run", written(tmp_path, "print('done')"), "--plan", "dp=2", "--devices", "cpu"]) == 2
+    told = capfd.readouterr().err
+    assert (
+        "Each of 2 processes has run all of this script: nothing in it is parallel. Call ml.parallel" in told
+    )
+
+
+@pytest.mark.processes
 def test_under_torchrun_too_the_rank_that_waits_says_for_whom(tmp_path: Path):
     written(tmp_path, PARTS.format(how="sys.exit()", caught="ValueError"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]

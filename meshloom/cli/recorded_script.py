@@ -23,7 +23,7 @@ from meshloom.launch.environment import launched_rank, script_seed
 from meshloom.launch.failure import leave, report_failure
 from meshloom.loops.execution import Execution
 from meshloom.loops.parallel import execution_of
-from meshloom.loops.ranks import has_ranks, leave_ranks, ranks
+from meshloom.loops.ranks import check_met, has_ranks, leave_ranks, ranks
 from meshloom.verify.scripts.copies_reference import PlainCopies
 from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, no_draws_within, without_draws
 from meshloom.verify.scripts.recorder import EnoughStepsError, ScriptRecorder, replaced, to_float64
@@ -104,6 +104,8 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
         seed_script(script_seed())
         with suppress(EnoughStepsError):
             execute(script, words)
+        if run.how == "plan":
+            check_met()
 
 
 def _write(path: Path, notes: ForwardNotes, files: ScriptFiles, recorder: ScriptRecorder) -> None:

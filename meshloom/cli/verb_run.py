@@ -17,7 +17,7 @@ from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import is_rank, launched_plan, script_seed, set_for_script
 from meshloom.launch.failure import leave, report_failure, report_interrupt
 from meshloom.launch.processes.launcher import run_ranks
-from meshloom.loops.ranks import check_of_loops, has_ranks, leave_ranks, ranks
+from meshloom.loops.ranks import check_met, check_of_loops, has_ranks, leave_ranks, ranks
 
 
 def start_script(arguments: argparse.Namespace) -> int:
@@ -79,6 +79,7 @@ def _run_to_its_end(arguments: argparse.Namespace) -> None:
 
 
 def _leave() -> None:
+    check_met()
     if has_ranks():
         ranks().world.local[0].check_end()
     leave_ranks(well=True)

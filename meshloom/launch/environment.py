@@ -209,6 +209,11 @@ def begin_script() -> bool:
     return report_descriptor() is None
 
 
+def begun_as_rank() -> bool:
+    """Whether this process was a rank when meshloom was imported, by `begin_script`."""
+    return bool(_aside()) or (os.environ.get("MESHLOOM_KEEP_RANKS") == "1" and is_rank())
+
+
 def bring_ranks_back() -> None:
     """The script makes its own process group: what was put aside is in its environment."""
     found = dict(_aside())

@@ -145,8 +145,9 @@ def _parting(
             sys.excepthook = previous
         if well and _meet_again(local.rank, mesh.size, store):
             connections.close()
-            for process_group in [None] if ours else connections.process_groups:
-                dist.destroy_process_group(process_group)
+            if dist.is_initialized():  # else whoever made the first group, such as Ray, has ended all
+                for process_group in [None] if ours else connections.process_groups:
+                    dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never start
             for group in local.all_groups():
                 group.abort()

@@ -28,7 +28,7 @@ from meshloom.loops.loader_parts import (
     SharedStream,
 )
 from meshloom.loops.loop_lines import say, say_once
-from meshloom.loops.ranks import LoopRanks, ranks
+from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks
 from meshloom.loops.share import Sharer, too_small
 from meshloom.loops.taken_shares import TakenShare, took
 from meshloom.train.rank_comparison import compare_samples, sample_digest
@@ -49,6 +49,7 @@ def loader(dataloader: Any, *, collate: Collating = "share") -> Any:
     here = ranks()
     if here.plan.mesh.size == 1 and launched_plan() is None:
         return dataloader
+    check_accelerator()
     seed = torch.initial_seed()
     shared = shared_loader(dataloader, Sharer(here.replica, here.plan.dp), seed=seed, collate=collate)
     notes = _compared(here, shared.dataset, seed) if shared is not dataloader else []

@@ -23,7 +23,7 @@ from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
-from meshloom.loops.ranks import LoopRanks, ranks
+from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks
 from meshloom.loops.start_values import start_alike
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,6 +51,7 @@ def parallel(
     module = _unwrapped(module)
     found = ranks(plan)
     if found.plan.mesh.size > 1:
+        check_accelerator()
         _check(module)
         start_alike(module, found)
         execution = _execution(module, found, leaves, buffers or {}, batch or {})

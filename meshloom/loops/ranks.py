@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from meshloom.comm.group import Group
+from meshloom.comm.objects import scatter_objects
 from meshloom.comm.recording import RecordedGroup
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
-from meshloom.launch.environment import launched_plan, launched_rank
+from meshloom.core.random import generators, put_generators
+from meshloom.launch.environment import begun_as_rank, launched_plan, launched_rank
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import LocalRank, World
 from meshloom.loops.loop_lines import say
@@ -55,7 +58,8 @@ _OPENED: list[LoopRanks] = []
 
 
 def ranks(plan: Plan | str | None = None) -> LoopRanks:
-    """This process's ranks, which meet at the first call. plan: None takes the launcher's; several ranks without one are replicas.
+    """This process's ranks, which meet at the first call. plan: None takes the launcher's; several ranks without one are replicas. Where others have made
+    them ranks after meshloom was imported, as Ray does, all go on with rank 0's draws.
 
     Raises `PlanError` for a plan that is not the one they met with, or that says what only a job has.
     """
@@ -75,6 +79,31 @@ def ranks(plan: Plan | str | None = None) -> LoopRanks:
 def has_ranks() -> bool:
     """Whether the ranks have met."""
     return bool(_OPENED)
+
+
+def check_accelerator() -> None:
+    """Raises `JobError` where accelerate's own `Accelerator` takes this rank for the only process."""
+    state: Any = sys.modules.get("accelerate.state")
+    found = ranks()
+    if (
+        state
+        and state.AcceleratorState._shared_state
+        and state.PartialState().process_index != found.own.rank
+    ):
+        raise JobError(
+            f"accelerate's Accelerator takes each of {found.plan.mesh.size} ranks for the only process. Import it from meshloom: "
+            "from meshloom.accelerate import Accelerator."
+        )
+
+
+def check_met() -> None:
+    """At the end of a script. Raises `JobError` where several ranks were started, each of which has done all of it."""
+    launched = launched_rank()
+    if launched and launched.size > 1 and not has_ranks():
+        raise JobError(
+            f"Each of {launched.size} processes has run all of this script: nothing in it is parallel. Call ml.parallel(model) and ml.loader(loader), or take "
+            "the class of a library that does (from meshloom.accelerate import Accelerator)."
+        )
 
 
 def leave_ranks(*, well: bool) -> None:
@@ -97,7 +126,11 @@ def _open(wanted: Plan | None) -> LoopRanks:
     check_of_loops(wanted)
     _check_started(wanted, launched.size if launched else 1)
     world = open_world(wanted.mesh, ring=wanted.on_ring)
-    return LoopRanks(wanted, world, world.local[0])
+    found = LoopRanks(wanted, world, world.local[0])
+    if not begun_as_rank():  # so that nobody has seeded it
+        states = [generators()] * wanted.mesh.size if world.main else None
+        put_generators(scatter_objects(found.everyone, states))
+    return found
 
 
 def _check_started(plan: Plan, size: int) -> None:
