@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import PickleError
@@ -30,14 +30,28 @@ def save(obj: Any, path: Any, **options: Any) -> None:
     if not has_ranks() or ranks().plan.mesh.size == 1:
         torch.save(obj, path, **options)
         return
-    found = ranks()
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             f"ml.save() takes the name of a file, not a {type(path).__name__}: one rank writes for all."
         )
+    save_by(lambda gathered: _write(gathered, Path(path), options), obj)
+
+
+def save_by(write: Callable[[Any], None], obj: Any) -> None:
+    """`write` on the main process, given `obj` with whole tensors in place of parts and modules of their authors' classes. Every rank calls it, and it returns
+    on all when the main one has written. Raises `CheckpointError` on all ranks where that raises a `MeshloomError`."""
+    if not has_ranks() or ranks().plan.mesh.size == 1:
+        write(obj)
+        return
+    found = ranks()
+
+    def written() -> None:
+        with as_written():
+            write(gathered)
+
     with ExitStack() as modules:
         gathered = _gathered(obj, modules, keeps=found.world.main)
-        on_rank_0(found.everyone, lambda: _write(gathered, Path(path), options), CheckpointError)
+        on_rank_0(found.everyone, written, CheckpointError)
 
 
 def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:
@@ -62,8 +76,7 @@ def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:
 def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with as_written():
-            torch.save(obj, beside, **options)
+        torch.save(obj, beside, **options)
         beside.replace(path)
     except (*CODE_ERRORS, PickleError) as error:  # the other ranks wait for this one's answer
         raise CheckpointError(f"{path} cannot be written: {error}") from error
