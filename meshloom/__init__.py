@@ -20,7 +20,7 @@ from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
     main: bool  # whether this process is the one of a script's ranks that prints, draws and logs
-    from meshloom.adapters.from_lightning import from_lightning
+    from meshloom import lightning
     from meshloom.adapters.from_transformers import from_transformers
     from meshloom.loops.loader import loader
     from meshloom.loops.main_process import main_first
@@ -44,10 +44,10 @@ __all__ = [
     "Trainer",
     "accumulate",
     "ema",
-    "from_lightning",
     "from_transformers",
     "gather",
     "leaf",
+    "lightning",
     "loader",
     "log",
     "main",
@@ -65,6 +65,7 @@ __version__ = "0.2.0.dev0"
 _LATER = {
     "accumulate": "meshloom.loops.parallel",
     "gather": "meshloom.loops.means",
+    "lightning": "meshloom.lightning",
     "loader": "meshloom.loops.loader",
     "main_first": "meshloom.loops.main_process",
     "mean": "meshloom.loops.means",
@@ -75,7 +76,6 @@ _LATER = {
     "train_step": "meshloom.loops.parallel",
     "whole": "meshloom.loops.parallel",
     "Trainer": "meshloom.train.trainer",
-    "from_lightning": "meshloom.adapters.from_lightning",
     "from_transformers": "meshloom.adapters.from_transformers",
 }
 
@@ -87,7 +87,8 @@ def __getattr__(name: str) -> Any:
     """`Trainer` and the adapters are imported when they are first used: who only describes a job, as in a process that serves
     its parameters, starts in half the time."""
     if name in _LATER:
-        found = globals()[name] = getattr(import_module(_LATER[name]), name)
+        module = import_module(_LATER[name])
+        found = globals()[name] = module if module.__name__ == f"meshloom.{name}" else getattr(module, name)
         return found
     if name == "accelerate":  # a module, for who has that library
         return import_module(f"meshloom.{name}")

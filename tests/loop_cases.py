@@ -202,6 +202,48 @@ def a_method_that_trains() -> list[Any]:
     return trained(model, lambda model, x, y: F.cross_entropy(model.short(x), y))
 
 
+class Stepping(Net):
+    """A method that makes whole steps, another that reads a parameter of the module itself, and calls within calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def short(self, x: Tensor) -> Tensor:
+        return self(x) + self.scale * super().short(x)
+
+    def step(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = list[float]()
+        for _ in range(2):
+            loss = F.cross_entropy(self.short(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(ml.mean(loss.detach())))
+        return found
+
+
+@case
+def a_method_beside_the_forward() -> list[Any]:
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return entropy(model, x, y) + F.cross_entropy(model.short(x), y)
+
+    return trained(ml.parallel(made(), methods=["short"]), loss_of)
+
+
+@case
+def methods_that_step() -> list[Any]:
+    torch.manual_seed(3)
+    model = ml.parallel(Stepping().to(F64), methods=["short", "step"], divide="outermost")
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), list[Any]()
+    for x, y in batches():
+        seen += model.step(x, y, optimizer)
+        optimizer.zero_grad()
+        F.cross_entropy(model.short(x), y).backward()
+        optimizer.step()
+    return [*seen, size_of(model)]
+
+
 @case
 def mean_as_the_loss() -> list[Any]:
     return trained(ml.parallel(made()), lambda model, x, y: ml.mean(entropy(model, x, y)))

@@ -20,7 +20,7 @@ ORDER = [
     ["report.page"],
     ["report"],
     ["__init__"],
-    ["adapters"],
+    ["adapters", "lightning"],
     ["adopt"],
     ["verify.scripts"],
     ["measure", "verify"],

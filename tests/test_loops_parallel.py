@@ -48,6 +48,7 @@ REFUSED = {
     "accumulated": dict.fromkeys(PLANS[2:], CALLED_PART),
     "penalty_on_gradients_of_inputs": {PLANS[3]: "create_graph=True"},
     "several_backwards": {PLANS[3]: "A second backward through one call"},
+    "methods_that_step": dict.fromkeys(PLANS[2:], "are each called outermost in training"),
     "two_models": {PLANS[3]: "can be cut at 0 places"},
 }  # fmt: skip
 

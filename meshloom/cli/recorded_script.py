@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,20 @@ from meshloom.cli.verb_run import execute
 from meshloom.core.random import seed_script
 from meshloom.launch.environment import launched_rank, script_seed
 from meshloom.launch.failure import leave, report_failure
+from meshloom.loops import means
+from meshloom.loops import parallel as loops_parallel
 from meshloom.loops.execution import Execution
 from meshloom.loops.parallel import execution_of
 from meshloom.loops.ranks import check_met, has_ranks, leave_ranks, ranks
 from meshloom.verify.scripts.copies_reference import PlainCopies
 from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, no_draws_within, without_draws
-from meshloom.verify.scripts.recorder import EnoughStepsError, ScriptRecorder, replaced, to_float64
+from meshloom.verify.scripts.recorder import (
+    EnoughStepsError,
+    ScriptRecorder,
+    replaced,
+    to_float64,
+    with_hooks,
+)
 from meshloom.verify.scripts.written_files import ScriptFiles
 
 How = Literal["plan", "alone", "copies"]
@@ -69,15 +78,18 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
     copies = PlainCopies(rank, size, directory) if run.how == "copies" else None
 
     def parallel(before: Any) -> Any:
-        def made(module: nn.Module, plan: object = None, **kwargs: Any) -> nn.Module:
+        def made(
+            module: nn.Module, plan: object = None, *, methods: Sequence[str] = (), **kwargs: Any
+        ) -> nn.Module:
             module = getattr(module, "_orig_mod", module)  # a compiled one is run as written
+            with_hooks(module, methods)
             if dtype == torch.float64:
                 module.double().register_forward_pre_hook(to_float64, with_kwargs=True)
             if not run.draws:
                 no_draws_within(module)
             if run.how == "alone":
                 notes.watch(module, dtype)
-            module = copies.made(module) if copies else before(module, **kwargs)
+            module = copies.made(module) if copies else before(module, methods=methods, **kwargs)
             executions[module] = execution_of(module) if run.how == "plan" else None
             return module
 
@@ -97,9 +109,11 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
         stack.enter_context(recorder)
         stack.enter_context(replaced(torch, "save", files.saving))
         stack.enter_context(nullcontext() if run.draws else without_draws())
-        stack.enter_context(replaced(meshloom, "parallel", parallel))
-        for name in ("mean", "sum", "train_step"):
-            stack.enter_context(replaced(meshloom, name, reporting))
+        stack.enter_context(replaced(meshloom, "train_step", reporting))
+        for owner in (meshloom, loops_parallel):  # of scripts, of adapters
+            stack.enter_context(replaced(owner, "parallel", parallel))
+        for owner, name in product((meshloom, means), ("mean", "sum")):
+            stack.enter_context(replaced(owner, name, reporting))
         stack.callback(_write, directory / f"{rank}.json", notes, files, recorder)
         seed_script(script_seed())
         with suppress(EnoughStepsError):

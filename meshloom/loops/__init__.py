@@ -6,4 +6,5 @@ execution.py        the contract of executions                saving.py         
 module_copies.py    dp                                        loader.py, share.py, taken_shares.py    shares of batches
 sharded_module.py   zero=1 to 3                               part_*.py, made_parts.py, flat_parts.py    parts of tensors
 divided_module.py   tp and pp, with captured_forward.py, pipelined_call.py, module_share.py
+divided_within.py   tp and pp of modules within one that runs as written
 """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshloom.comm.objects import agree, collect
 from meshloom.core.errors import TrainingError
@@ -35,7 +35,10 @@ class Agreement:
         self._concerns: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[tuple[str, weakref.ref[Execution]]]
         ] = weakref.WeakKeyDictionary()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
 
     def watch(self, module: nn.Module, execution: Execution) -> None:
         """What the plan makes of the module's calls."""
@@ -73,6 +76,10 @@ class Agreement:
             (args, {**kwargs, "closure": _of_the_batch(kwargs["closure"])}) if kwargs.get("closure") else None
         )
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        for _, each in self._concerned(optimizer):
+            each.stepped()
+
     def _concerned(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Execution]]:
         """The modules whose parameters it updates. Others may be gone on one rank, and not yet on another."""
         if optimizer not in self._concerns:
@@ -93,13 +100,15 @@ class Agreement:
         self._steps += 1
         if step >= FIRST_STEPS and step % EVERY_STEPS:
             return
+        # within a call they are the replica's
+        generators = {} if any(each.running for _, each in executions) else _generators()
         facts: dict[str, Any] = {
             "the number of steps": step,
             "the number of calls of modules": self._calls,
             "the number of backwards": sum(each.backwards for _, each in executions),
             "the share of the newest call": list(share.sizes) if (share := bound()) else [],
             "the learning rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            **{f"the state of {name}'s generator": state for name, state in _generators().items()},
+            **{f"the state of {name}'s generator": state for name, state in generators.items()},
             **{f"{kind}.{name}": int(digest(each.detach())) for kind, one in executions for name, each in one.alike()},
         }  # fmt: skip
         way_out = f"This was seen before step {step} of the script's optimizers. Every rank must do the same: decide by ml.mean(), draw for the whole batch."
@@ -107,8 +116,8 @@ class Agreement:
 
 
 def _of_the_batch(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The same, with the loss of the global batch in place of that of this replica's share."""
-    return lambda: mean(closure())
+    """The same, with the loss of the global batch in place of that of this replica's share, where it returns one."""
+    return lambda: None if (loss := closure()) is None else mean(loss)
 
 
 def _generators() -> dict[str, str]:

@@ -26,7 +26,7 @@ class CapturedForward:
 
     training: of each module. trained: of each parameter. graded: inputs that require gradients; None: nothing does. autocast: kind of device
     and dtype of the regions around the call. positional: inputs that are given by position. changes: how often what the forward
-    reads besides tensors has changed. loss: of the module and a batch, in place of the module's own call.
+    reads besides tensors has changed. loss: of the module and a batch, in place of the module's own call. method: that is called.
     """
 
     training: tuple[bool, ...]
@@ -36,6 +36,7 @@ class CapturedForward:
     positional: tuple[str, ...]
     changes: int
     loss: LossFunction | None = None
+    method: str = "forward"
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """What a program of `model` returns; batch: the inputs by name, or that of the loss."""
@@ -49,7 +50,8 @@ class CapturedForward:
 
     def _called(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
         named = {name: value for name, value in batch.items() if name not in self.positional}
-        return model(*(batch[name] for name in self.positional), **named)
+        compute = model if self.method == "forward" else getattr(model, self.method)
+        return compute(*(batch[name] for name in self.positional), **named)
 
     def alone(self) -> ExitStack:
         """A context for captures: in none of the regions around the call but those that it enters itself, with gradients."""

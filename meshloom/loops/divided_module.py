@@ -84,12 +84,14 @@ class DividedModule(AveragedExecution):
         self._notes: list[str] = []
         self._is_whole = False  # within `whole`
 
-    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
+    ) -> Any:  # fmt: skip
         if self._is_whole:
             with torch.no_grad():  # nobody would divide a gradient
                 return compute(*args, **kwargs)
-        positional, batch = named_inputs(self._module.forward, args, kwargs)
-        share, forward = bind((args, kwargs)), self._forward(positional, batch)
+        positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
+        share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
         found = self._run(forward, batch)
         if forward.graded is not None:
             self.mean.follow(found, share)
@@ -125,8 +127,8 @@ class DividedModule(AveragedExecution):
         return [*found, *(note for each in merged for note in each.take_notes())]
 
     def _forward(
-        self, positional: tuple[str, ...], batch: Any, loss: LossFunction | None = None
-    ) -> CapturedForward:
+        self, positional: tuple[str, ...], batch: Any, loss: LossFunction | None = None, method: str = "forward"
+    ) -> CapturedForward:  # fmt: skip
         """What the module, or a loss of it, computes now. What it reads besides tensors may have changed since a capture: it is another one then."""
         graded = tuple(name for name, each in leaves_of(batch).tensors.items() if each.requires_grad)
         found = CapturedForward(
@@ -137,6 +139,7 @@ class DividedModule(AveragedExecution):
             positional=positional,
             changes=self._changes,
             loss=loss,
+            method=method,
         )
         try:
             check_step(self._guards.get(found, ()))
@@ -144,7 +147,7 @@ class DividedModule(AveragedExecution):
             if self._changes == MOST_CHANGES:
                 raise
             self._changes += 1
-            return self._forward(positional, batch, loss)
+            return self._forward(positional, batch, loss, method)
         return found
 
     def _ready(

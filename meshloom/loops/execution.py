@@ -22,14 +22,18 @@ class StepLoss(NamedTuple):
 
 class Execution(ABC):
     """Of one parallel module on one rank. Every rank of a replica makes the same calls with the same inputs; ranks of other
-    replicas the same calls with their own."""
+    replicas the same calls with their own. running: a call of the module, within which others run as written."""
+
+    running = False
 
     @abstractmethod
-    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the module's forward returns for these inputs, whole on every rank of the replica; in grad mode a backward through it
+    def call(
+        self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
+    ) -> Any:  # fmt: skip
+        """What the module's method returns for these inputs, whole on every rank of the replica; in grad mode a backward through it
         leaves in each parameter's `.grad` this rank's part of the gradient of the global batch.
 
-        compute: the module's own call, hooks and all.
+        compute: the method as it is written; of `forward`, the module's own call, hooks and all.
         """
 
     def step(self, loss: LossFunction, batch: Any) -> StepLoss | None:
@@ -52,6 +56,12 @@ class Execution(ABC):
 
     def check_complete(self) -> None:  # noqa: B027
         """Before an update. Raises `TrainingError` where gradients are not those of the global batch yet."""
+
+    def refresh(self) -> None:  # noqa: B027
+        """Before a backward within a call, which may have unfrozen parameters."""
+
+    def stepped(self) -> None:  # noqa: B027
+        """After an update, which a call of the module may have made within."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         """The tensors that all replicas have alike between steps, by name."""

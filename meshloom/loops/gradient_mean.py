@@ -10,7 +10,7 @@ in the loss, like a penalty on parameters, is the same on all replicas and stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -48,7 +48,7 @@ _ONE_BACKWARD = StepShape(chunks=1)
 
 
 class GradientMean:
-    """Along dp. backwards: that were exchanged. Parts of parameters are plain tensors here."""
+    """Along dp. backwards: that were exchanged. running: a call, which may have backwards within. Parts of parameters are plain tensors here."""
 
     def __init__(self, ranks: LoopRanks) -> None:
         self._ranks, self.backwards = ranks, 0
@@ -57,6 +57,7 @@ class GradientMean:
         self._hooks: list[RemovableHandle] = []
         self._runs = False  # a backward
         self._weight: float | None = None  # of the calls that it goes through; None: of none yet
+        self.running, self._share = False, cast("TakenShare | None", None)  # a call, and its share
         self._aside: dict[str, Tensor] = {}
         self._given: dict[str, Tensor] = {}  # gradients of this backward, whose memory is the parameters' own
         self._accumulates, self._is_local = False, False
@@ -93,6 +94,20 @@ class GradientMean:
             if each.requires_grad and not each.is_leaf:
                 each.register_hook(partial(self._through, weight))
 
+    @property
+    def names(self) -> Set[str]:
+        """Of the parameters."""
+        return self._named.keys()
+
+    @contextmanager
+    def within(self, share: TakenShare | None) -> Iterator[None]:
+        """A context for a call with this share, whose own backwards count as the share does."""
+        self._share, self.running = share, True
+        try:
+            yield
+        finally:
+            self._share, self.running = None, False
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backwards within are of this replica alone; the first one after it sends the sum."""
@@ -127,7 +142,7 @@ class GradientMean:
             return None
         self._begin()
         if self._weight is None:
-            share = newest()  # the backward goes through no call of the module
+            share = self._share or newest()  # the backward goes through no call of the module that has ended
             self._weight = share.weight if share else 1.0
         return None if self._weight == 1.0 else gradient * self._weight
 
@@ -211,6 +226,21 @@ class AveragedExecution(Execution):
 
     def __init__(self, ranks: LoopRanks) -> None:
         self.mean = GradientMean(ranks)
+        self._known: list[Any] = []  # what is known of the parameters
+
+    def follow(self, named: Iterable[tuple[str, nn.Parameter]]) -> bool:
+        """Average gradients of those that are trained. Parameters may have been added, exchanged, moved, frozen and unfrozen since the last call:
+        whether they have."""
+        found = [*named]
+        trained = {name for name, each in found if each.requires_grad}
+        if self.mean.running and trained <= self.mean.names <= dict(found).keys():
+            return False  # gradients of what is frozen are waited for until the backward ends, and no longer
+        now = [(id(each), each.requires_grad, each.dtype, each.device) for _, each in found]
+        if now == self._known:
+            return False
+        self._known = now
+        self.mean.open({name: each for name, each in found if each.requires_grad})
+        return True
 
     def accumulating(self) -> AbstractContextManager[None]:
         return self.mean.accumulating()

@@ -119,6 +119,10 @@ class SharedLoader(DataLoader[Any]):
         """The next iterator goes on from there, under any plan and number of workers."""
         cast(DataPlace, _place(self)).load_state_dict(state_dict)
 
+    def end_epoch(self) -> None:
+        """The script takes no more batches of this epoch: who asks for one more, as a `for` does, need not say so."""
+        cast(DataPlace, _place(self)).end()
+
 
 class _Handed:
     """The batches of an epoch. pending: the shares of those that another's iterator has and the script has not; None: there is no other."""
@@ -165,6 +169,10 @@ class _HandsOn:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iterator goes on from there, under any plan and number of workers."""
         _source(self)[1].load_state_dict(state_dict)
+
+    def end_epoch(self) -> None:
+        """As of `SharedLoader`."""
+        _source(self)[1].end()
 
 
 def _hand(place: DataPlace, taken: TakenShare, batch: Any) -> None:

@@ -22,8 +22,8 @@ def make_part(parameter: nn.Parameter, place: TensorPlace) -> None:
         parameter.grad = place.own_part(gradient).clone()
 
 
-def become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """The same object has this data, and is of this class."""
+def become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor, *, changed: bool = True) -> None:
+    """The same object has this data, and is of this class. changed: whether what read it before would read something else now."""
     assign = cast(Any, Tensor.data).__set__
     with AsPlain():
         # A graph from before has a node of the parameter, with its shape, which torch lets go of where the dtype changes alone.
@@ -31,7 +31,8 @@ def become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> N
         assign(parameter, data.new_empty(0, dtype=other))
         assign(parameter, data)
         parameter.__class__ = kind
-        torch.autograd.graph.increment_version(parameter)
+        if changed:
+            torch.autograd.graph.increment_version(parameter)
 
 
 @cache

@@ -23,15 +23,18 @@ class ModuleCopies(AveragedExecution):
     def __init__(self, module: nn.Module, ranks: LoopRanks, rules: Mapping[str, BufferRule]) -> None:
         super().__init__(ranks)
         self._module, self._group, self._rules = module, ranks.replicas, rules
-        self._known: list[Any] = []  # what is known of the parameters
         self._draws = CallDraws(ranks.replica)
         self._calls: WrittenCalls
-        self._follow()
+        self.refresh()
 
-    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._follow()
+    def call(
+        self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
+    ) -> Any:  # fmt: skip
+        self.refresh()
         share = bind((args, kwargs))
-        results = self._calls.call(compute, args, kwargs)
+        with self.mean.within(share):
+            results = self._calls.call(compute, args, kwargs)
+        self.refresh()
         if torch.is_grad_enabled():
             self.mean.follow(results, share)
         return results
@@ -49,11 +52,6 @@ class ModuleCopies(AveragedExecution):
     def take_notes(self) -> list[str]:
         return self._calls.take_notes()
 
-    def _follow(self) -> None:
-        """Parameters may have been added, exchanged, moved, frozen and unfrozen since the last call."""
-        now = [(id(each), each.requires_grad, each.dtype, each.device) for each in self._module.parameters()]
-        if now == self._known:
-            return
-        self._known = now
-        self.mean.open({name: each for name, each in self._module.named_parameters() if each.requires_grad})
-        self._calls = WrittenCalls(self._module, self._group, self._rules, self._draws)
+    def refresh(self) -> None:
+        if self.follow(self._module.named_parameters()):
+            self._calls = WrittenCalls(self._module, self._group, self._rules, self._draws)

@@ -66,8 +66,9 @@ class ModuleShare:
 
     @contextmanager
     def whole(self, *, gradients: bool) -> Iterator[None]:
-        """A context in which all is whole on every rank; what is written to it is kept."""
+        """A context in which all is whole on every rank; what is written to it is kept. gradients: those too; without them nothing is written."""
         parted = self._parted()
+        kinds, parts = [type(each) for _, each in parted], [plain(each.detach()) for _, each in parted]
         with AsPlain():
             given = [each.grad for _, each in parted]
             has = torch.tensor([float(each is not None) for each in given])
@@ -80,17 +81,21 @@ class ModuleShare:
                 part = plain(each.detach()) if gradient is None else plain(gradient)
                 gradient = self.gathered(name, part) if gradients and has_gradient else None
                 if isinstance(each, nn.Parameter):
-                    become(each, nn.Parameter, whole)
+                    become(each, nn.Parameter, whole, changed=gradients)
                 else:
                     each.data = whole
                 each.grad = gradient
         try:
             yield
         finally:
-            for (name, each), gradient in zip(parted, given, strict=True):
-                self._take(name, each)
-                if not gradients:
+            for (name, each), kind, part, gradient in zip(parted, kinds, parts, given, strict=True):
+                if gradients:
+                    self._take(name, each)
+                elif isinstance(each, nn.Parameter):
+                    become(each, kind, part, changed=False)
                     each.grad = gradient
+                else:
+                    each.data = part
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """As of `Execution`."""

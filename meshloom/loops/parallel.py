@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
 import torch
@@ -33,7 +33,7 @@ _HELD = "_meshloom_execution"  # in a module's __dict__
 
 def parallel(
     module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None,
-    batch: Mapping[str, int | None] | None = None,
+    batch: Mapping[str, int | None] | None = None, methods: Sequence[str] = (), divide: Sequence[str] | None = None,
 ) -> M:  # fmt: skip
     """Make `module` compute on many devices, in place, and return it.
 
@@ -44,7 +44,9 @@ def parallel(
     plan: None takes the launcher's (`meshloom run --plan`); with one process nothing happens. leaves: names of modules within that run as
     written where the plan reads the module. buffers: patterns of names -> what becomes of buffers that replicas have changed
     (`ml.ema(0.99)`, "sum", "last"; docs/contract.md). batch: where pp cuts the batch into microbatches, inputs of the forward by name -> the dim of
-    the batch (0 for others); None: whole in each.
+    the batch (0 for others); None: whole in each. methods: names of other methods that train, whose calls are as the module's own. divide: where tp and
+    pp divide not the module itself but modules within it, their names, or "outermost" for those that are called outermost; the rest runs as written,
+    whole on every rank.
 
     Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
     """
@@ -54,8 +56,8 @@ def parallel(
         check_accelerator()
         _check(module)
         start_alike(module, found)
-        execution = _execution(module, found, leaves, buffers or {}, batch or {})
-        _take_calls(module, execution)
+        execution = _execution(module, found, leaves, buffers or {}, batch or {}, divide)
+        _take_calls(module, execution, methods)
         agreement_of(found).watch(module, execution)
     _MADE.append(weakref.ref(module))
     return module
@@ -66,11 +68,12 @@ def modules() -> list[nn.Module]:
     return [found for each in _MADE if (found := each()) is not None]
 
 
-def _take_calls(module: nn.Module, execution: Execution) -> None:
+def _take_calls(module: nn.Module, execution: Execution, methods: Sequence[str]) -> None:
     """The module's calls are the execution's from now on: its class becomes a subclass that libraries read as the author's."""
     original = type(module)
     module.__dict__[_HELD] = execution
     body = {
+        **{name: _taken(original, name) for name in methods},
         "__call__": _call,
         "__reduce_ex__": _reduce,
         "__module__": original.__module__,
@@ -79,6 +82,11 @@ def _take_calls(module: nn.Module, execution: Execution) -> None:
     made = type(original.__name__, (original,), body)
     made.__qualname__ = original.__qualname__
     module.__class__ = made
+
+
+def is_parallel(module: Any) -> bool:
+    """Whether its calls are an execution's."""
+    return _HELD in vars(module)
 
 
 def execution_of(module: nn.Module) -> Execution:
@@ -147,16 +155,48 @@ def as_written() -> Iterator[None]:
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    found = ranks()
+    return _called(self, "forward", partial(_original(self).__call__, self), args, kwargs)
+
+
+def _taken(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    """The method, whose calls are the execution's."""
+    written = getattr(original, name, None)
+    if not callable(written):
+        raise JobError(
+            f"parallel(methods=[{name!r}]): {original.__name__} has no such method. Name methods of its class."
+        )
+
+    @wraps(written)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, name, partial(written, self), args, kwargs)
+
+    return _not_compiled(method)
+
+
+def _called(
+    module: nn.Module, method: str, written: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:  # fmt: skip
+    execution = execution_of(module)
+    if execution.running:
+        return written(*args, **kwargs)
     if torch.is_grad_enabled():
-        agreement_of(found).called(type(self).__name__, (args, kwargs))
-    return execution_of(self).call(partial(_original(self).__call__, self), args, kwargs)
+        agreement_of(ranks()).called(type(module).__name__, (args, kwargs))
+    execution.running = True
+    try:
+        return execution.call(written, args, kwargs, method)
+    finally:
+        execution.running = False
 
 
-# torch.compile around a parallel module runs it, and what it calls, as it is
-_FRAMES: Any = eval_frame
-_SKIPPED = _FRAMES._FrameAction.SKIP
-_FRAMES.set_code_exec_strategy(_call.__code__, _FRAMES._FrameExecStrategy(_SKIPPED, _SKIPPED))
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile around it runs it, and what it calls, as it is."""
+    frames: Any = eval_frame
+    skipped = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))
+    return function
+
+
+_not_compiled(_call)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
@@ -179,13 +219,18 @@ def _execution(
     leaves: Sequence[str],
     rules: Mapping[str, BufferRule],
     batch: Mapping[str, int | None],
+    divide: Sequence[str] | None,
 ) -> Execution:
     plan = found.plan
     if plan.tp > 1 or plan.pp > 1:
         from meshloom.loops.divided_module import DividedModule
+        from meshloom.loops.divided_within import DividedWithin
         from meshloom.loops.pipelined_module import PipelinedModule
 
         kind = PipelinedModule if plan.pp > 1 else DividedModule
+        if divide is not None:
+            make = partial(kind, ranks=found, leaves=leaves, batch=batch)
+            return DividedWithin(module, found, divide, make, rules)
         return kind(module, found, leaves, rules, batch)
     if plan.zero:
         from meshloom.loops.sharded_module import ShardedModule

@@ -27,27 +27,33 @@ def save(obj: Any, path: Any, **options: Any) -> None:
     file's name. options: torch.save's. The file needs no meshloom to be read. A file of this name stays as it is until the new one is complete.
     Raises `CheckpointError` on all ranks where it cannot be written.
     """
-    if not has_ranks() or ranks().plan.mesh.size == 1:
+    if _is_alone():
         torch.save(obj, path, **options)
         return
-    found = ranks()
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
             f"ml.save() takes the name of a file, not a {type(path).__name__}: one rank writes for all."
         )
     with ExitStack() as modules:
-        gathered = _gathered(obj, modules, keeps=found.world.main)
+        gathered = _gathered(obj, modules, keeps=ranks().world.main)
         write_once(lambda: _write(gathered, Path(path), options), path)
 
 
 def on_main(obj: Any) -> Any:
-    """`obj` on the main process, with whole tensors on the CPU in place of parts, gathered one after another; on others with None in their place. Every rank calls it."""
+    """`obj` on the main process, with whole tensors on the CPU in place of parts, gathered one after another; on others with None in their place. Every rank
+    calls it."""
+    if _is_alone():
+        return obj
     return _gathered(obj, ExitStack(), keeps=ranks().world.main)
 
 
 def write_once(write: Callable[[], None], path: Any) -> None:
     """Call `write`, which makes `path`, on the main process alone, where modules are of their authors' classes; every rank goes on when it has
     returned. Raises `CheckpointError` on all ranks where it fails."""
+
+    if _is_alone():
+        write()
+        return
 
     def attempt() -> None:
         try:
@@ -57,6 +63,10 @@ def write_once(write: Callable[[], None], path: Any) -> None:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
 
     on_rank_0(ranks().everyone, attempt, CheckpointError)
+
+
+def _is_alone() -> bool:
+    return not has_ranks() or ranks().plan.mesh.size == 1
 
 
 def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,7 +49,8 @@ class ShardedModule(Execution):
         self._blocks = list(dict.fromkeys(_blocks(module)))
         self._weight = 1.0  # of the newest call
         self._is_whole, self._calling = False, False
-        self._open: list[tuple[nn.Module, ExitStack]] = []  # of blocks that compute
+        # of what computes, and whether with its own parameters alone
+        self._open: list[tuple[nn.Module, bool, ExitStack]] = []
         # zero=1, 2: the version of a parameter, and what was gathered of it
         self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
@@ -63,7 +65,9 @@ class ShardedModule(Execution):
             each.register_forward_pre_hook(self._enter, prepend=True)
             each.register_forward_hook(self._leave, always_call=True)
 
-    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
+    ) -> Any:  # fmt: skip
         share = bind((args, kwargs))
         if self._is_whole:
             with torch.no_grad():  # nobody would reduce a gradient
@@ -72,10 +76,29 @@ class ShardedModule(Execution):
         self.again = None
         self._divide()
         before, self._calling = self._calling, True
+        if method != "forward":  # whose hooks gather
+            compute = partial(self._with_own, compute)
         try:
             return self._calls.call(compute, args, kwargs)
         finally:
             self._calling = before
+
+    def stepped(self) -> None:
+        """What a call that goes on has gathered is gathered anew."""
+        opened = [each[:2] for each in self._open]
+        while self._open:
+            self._open.pop()[2].close()
+        for module, own in opened:
+            self._enter(module, own=own)
+
+    def _with_own(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the module, which has the module's own parameters whole. Modules within it gather theirs when they are called, and
+        the method may change those of others, step, and call again."""
+        self._enter(self._module, own=True)
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            self._leave(self._module)
 
     def _weight_of(self, share: TakenShare | None) -> float:
         return share._replace(replica=self.group.rank).weight if share else 1.0
@@ -145,22 +168,23 @@ class ShardedModule(Execution):
                     f"{name} is a {type(each).__name__}, of which zero={self.zero} makes no parts: of an nn.Parameter it does."
                 )
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, _: Any = None, *, own: bool = False) -> None:
         """Of the module, its blocks, and modules that are called by themselves, such as by what recomputes them in backward."""
         with ExitStack() as stack:
-            stack.enter_context(self._gathered(module))
-            self._open.append((module, stack.pop_all()))
+            stack.enter_context(self._gathered(module, own=own))
+            self._open.append((module, own, stack.pop_all()))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._open and self._open[-1][0] is module:  # else entering has failed
-            self._open.pop()[1].close()
+            self._open.pop()[2].close()
 
     @contextmanager
-    def _gathered(self, module: nn.Module) -> Iterator[None]:
-        """Has the parameters of a module, under zero=3 without its blocks, whole in their places, those that are not there yet."""
+    def _gathered(self, module: nn.Module, *, own: bool) -> Iterator[None]:
+        """Has the parameters of a module, under zero=3 without its blocks, whole in their places, those that are not there yet. own: without those of
+        modules within it."""
         is_unit = self.zero == 3 and (module is self._module or module in self._blocks)
         without = [each for each in self._blocks if each is not module] if self.zero == 3 else []
-        slots = [slot for each in _modules(module, without) for slot in _slots(each)]
+        slots = [slot for each in ([module] if own else _modules(module, without)) for slot in _slots(each)]
         parameters = list(dict.fromkeys(slot.parameter for slot in slots))
         if not parameters:
             yield
@@ -178,8 +202,11 @@ class ShardedModule(Execution):
         finally:
             for slot in slots:
                 slot.set(slot.parameter)
-        for parameter, each, version in zip(parameters, wholes.values(), versions, strict=True):
-            if each._version != version and isinstance(parameter, PartParameter):
+        for at, (parameter, each) in enumerate(wholes.items()):
+            if isinstance(parameter, PartParameter) and (
+                each._version != versions[at]
+                or (own and parameter._version == gathering.versions[at] and _differ(parameter, each))
+            ):
                 raise parameter.place.refusal("A change in place, within forward,")
 
 
@@ -298,6 +325,12 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.gathering.reduced(gradients)
+
+
+def _differ(parameter: PartParameter, whole: Tensor) -> bool:
+    """Whether the whole was changed, as by `.data`, which has no version."""
+    one, other = parameter.place.own_part(whole.detach()), plain(parameter.detach())
+    return not torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _place_of(parameter: nn.Parameter) -> PartPlace:

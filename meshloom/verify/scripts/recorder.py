@@ -204,6 +204,37 @@ def to_float64(module: nn.Module, args: Any, kwargs: Any) -> Any:
     )
 
 
+def with_hooks(module: nn.Module, methods: Sequence[str]) -> None:
+    """Calls of these methods run the module's hooks, as its own calls do."""
+    written = {name: getattr(type(module), name) for name in methods}
+
+    def taking(name: str) -> Any:
+        @functools.wraps(written[name])
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = vars(self).pop("forward", None)
+
+            def once(*args: Any, **kwargs: Any) -> Any:
+                restore()
+                return written[name](self, *args, **kwargs)
+
+            def restore() -> None:
+                vars(self).pop("forward", None)
+                vars(self).update({} if own is None else {"forward": own})
+
+            self.forward = once
+            try:
+                return self._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage] # and not what takes its own calls
+            finally:
+                restore()
+
+        return method
+
+    if methods:
+        kind = type(module)
+        body = {"__module__": kind.__module__, **{name: taking(name) for name in methods}}
+        module.__class__ = type(kind.__name__, (kind,), body)
+
+
 def _buffers(module: nn.Module, execution: Execution | None) -> Iterator[tuple[str, Tensor]]:
     """The entries of the module's state dict that are no parameters, whole and merged over replicas."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
