@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import PickleError
@@ -37,7 +37,26 @@ def save(obj: Any, path: Any, **options: Any) -> None:
         )
     with ExitStack() as modules:
         gathered = _gathered(obj, modules, keeps=found.world.main)
-        on_rank_0(found.everyone, lambda: _write(gathered, Path(path), options), CheckpointError)
+        write_once(lambda: _write(gathered, Path(path), options), path)
+
+
+def on_main(obj: Any) -> Any:
+    """`obj` on the main process, with whole tensors on the CPU in place of parts, gathered one after another; on others with None in their place. Every rank calls it."""
+    return _gathered(obj, ExitStack(), keeps=ranks().world.main)
+
+
+def write_once(write: Callable[[], None], path: Any) -> None:
+    """Call `write`, which makes `path`, on the main process alone, where modules are of their authors' classes; every rank goes on when it has
+    returned. Raises `CheckpointError` on all ranks where it fails."""
+
+    def attempt() -> None:
+        try:
+            with as_written():
+                write()
+        except (*CODE_ERRORS, PickleError) as error:  # the other ranks wait for this one's answer
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+    on_rank_0(ranks().everyone, attempt, CheckpointError)
 
 
 def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:
@@ -62,10 +81,7 @@ def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:
 def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with as_written():
-            torch.save(obj, beside, **options)
+        torch.save(obj, beside, **options)
         beside.replace(path)
-    except (*CODE_ERRORS, PickleError) as error:  # the other ranks wait for this one's answer
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
     finally:
         beside.unlink(missing_ok=True)
