@@ -19,7 +19,7 @@ BOTH_CORES := --numprocesses 2 --dist worksteal
 OTHERS := not campaign and not browser and not site
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
-NOT_QUICK = $(shell grep -rlE --include='test_*.py' '^pytestmark = .*mark\.(processes|long|slow)' tests) tests/test_from_lightning.py
+NOT_QUICK = $(shell grep -rlE --include='test_*.py' '^pytestmark = .*mark\.(processes|long|slow)' tests)
 # pytest's exit status where all tests of an area start processes.
 NONE := 5
 # Compiled code is kept: the tests start hundreds of processes, and each would compile the package again.

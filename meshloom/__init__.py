@@ -20,8 +20,7 @@ from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
     main: bool  # whether this process is the one of a script's ranks that prints, draws and logs
-    from meshloom.adapters.from_lightning import from_lightning
-    from meshloom.adapters.from_transformers import from_transformers
+    transformers: Any  # meshloom/transformers.py, for who has that library
     from meshloom.loops.loader import loader
     from meshloom.loops.main_process import main_first
     from meshloom.loops.means import gather, mean, sum  # noqa: A004
@@ -44,8 +43,6 @@ __all__ = [
     "Trainer",
     "accumulate",
     "ema",
-    "from_lightning",
-    "from_transformers",
     "gather",
     "leaf",
     "loader",
@@ -59,6 +56,7 @@ __all__ = [
     "step",
     "sum",
     "train_step",
+    "transformers",
     "whole",
 ]
 __version__ = "0.2.0.dev0"
@@ -74,9 +72,8 @@ _LATER = {
     "sum": "meshloom.loops.means",
     "train_step": "meshloom.loops.parallel",
     "whole": "meshloom.loops.parallel",
+    "transformers": "meshloom.transformers",
     "Trainer": "meshloom.train.trainer",
-    "from_lightning": "meshloom.adapters.from_lightning",
-    "from_transformers": "meshloom.adapters.from_transformers",
 }
 
 if begin_script():  # ranks draw alike from here on
@@ -84,10 +81,11 @@ if begin_script():  # ranks draw alike from here on
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` and the adapters are imported when they are first used: who only describes a job, as in a process that serves
+    """`Trainer` and what loops need are imported when they are first used: who only describes a job, as in a process that serves
     its parameters, starts in half the time."""
     if name in _LATER:
-        found = globals()[name] = getattr(import_module(_LATER[name]), name)
+        module = import_module(_LATER[name])
+        found = globals()[name] = module if module.__name__ == f"meshloom.{name}" else getattr(module, name)
         return found
     if name == "main":
         return import_module("meshloom.loops.main_process").is_main()

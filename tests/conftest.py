@@ -46,8 +46,7 @@ collect_ignore_glob = ["loop_scripts/*"]  # they train when they are imported
 collect_ignore += [
     test
     for test, package in {
-        "test_from_lightning.py": "lightning",
-        "test_from_transformers.py": "accelerate",
+        "test_transformers.py": "accelerate",
     }.items()
     if find_spec(package) is None
 ]
