@@ -20,8 +20,9 @@ from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
     main: bool  # whether this process is the one of a script's ranks that prints, draws and logs
-    from meshloom import lightning
-    from meshloom.adapters.from_transformers import from_transformers
+    accelerate: Any  # modules, for who has these libraries
+    lightning: Any
+    transformers: Any
     from meshloom.loops.loader import loader
     from meshloom.loops.main_process import main_first
     from meshloom.loops.means import gather, mean, sum  # noqa: A004
@@ -42,9 +43,9 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "accelerate",
     "accumulate",
     "ema",
-    "from_transformers",
     "gather",
     "leaf",
     "lightning",
@@ -59,10 +60,12 @@ __all__ = [
     "step",
     "sum",
     "train_step",
+    "transformers",
     "whole",
 ]
 __version__ = "0.2.0.dev0"
 _LATER = {
+    "accelerate": "meshloom.accelerate",
     "accumulate": "meshloom.loops.parallel",
     "gather": "meshloom.loops.means",
     "lightning": "meshloom.lightning",
@@ -74,9 +77,9 @@ _LATER = {
     "share": "meshloom.loops.share",
     "sum": "meshloom.loops.means",
     "train_step": "meshloom.loops.parallel",
+    "transformers": "meshloom.transformers",
     "whole": "meshloom.loops.parallel",
     "Trainer": "meshloom.train.trainer",
-    "from_transformers": "meshloom.adapters.from_transformers",
 }
 
 if begin_script():  # ranks draw alike from here on
@@ -84,14 +87,12 @@ if begin_script():  # ranks draw alike from here on
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` and the adapters are imported when they are first used: who only describes a job, as in a process that serves
+    """`Trainer` and what loops need are imported when they are first used: who only describes a job, as in a process that serves
     its parameters, starts in half the time."""
     if name in _LATER:
         module = import_module(_LATER[name])
         found = globals()[name] = module if module.__name__ == f"meshloom.{name}" else getattr(module, name)
         return found
-    if name == "accelerate":  # a module, for who has that library
-        return import_module(f"meshloom.{name}")
     if name == "main":
         return import_module("meshloom.loops.main_process").is_main()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,7 +47,7 @@ collect_ignore += [
     test
     for test, package in {
         "test_lightning.py": "lightning",
-        "test_from_transformers.py": "accelerate",
+        "test_transformers.py": "accelerate",
     }.items()
     if find_spec(package) is None
 ]

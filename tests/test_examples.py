@@ -13,7 +13,8 @@ from meshloom.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/19_own_script.py"
-LOOPS = {ROOT / "examples/12_gan.py", ROOT / "examples/15_resnet.py", SCRIPT}  # which hold no job
+OTHERS = [ROOT / "examples" / f"{each}.py" for each in ("12_gan", "15_resnet", "20_transformers_trainer")]
+LOOPS = {*OTHERS, SCRIPT}  # which hold no job
 EXAMPLES = sorted({*(ROOT / "examples").glob("[0-9]*.py")} - LOOPS)
 
 COOKBOOK = ["13_small_gpt", "14_lora", "16_speech", "17_recommendation", "18_diffusion"]

@@ -20,7 +20,7 @@ ORDER = [
     ["report.page"],
     ["report"],
     ["__init__"],
-    ["adapters", "lightning"],
+    ["lightning"],
     ["adopt"],
     ["verify.scripts"],
     ["measure", "verify"],

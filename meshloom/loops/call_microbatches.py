@@ -15,6 +15,7 @@ from meshloom.core.errors import CODE_ERRORS, CaptureError, first_line
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.captured_forward import CapturedForward, results
+from meshloom.loops.execution import Cutting
 from meshloom.program.ir.leaves import leaves_of
 
 WAY_OUT = (
@@ -31,10 +32,10 @@ class Microbatch:
 
 
 def microbatches_of(
-    batch: Mapping[str, Any], count: int, dims: Mapping[str, int | None]
+    batch: Mapping[str, Any], count: int, dims: Mapping[str, Cutting]
 ) -> tuple[list[Microbatch], dict[str, int]]:
     """The inputs in parts, as many as there are rows for, and along which dim each tensor is cut. dims: of inputs by name, None: all
-    microbatches have the whole; others are cut along dim 0.
+    microbatches have the whole, "part": of a number, each has its rows' part; others are cut along dim 0.
 
     >>> parts, _ = microbatches_of({"x": torch.ones(5, 2), "scale": 3.0}, 2, {})
     >>> [each.rows for each in parts], parts[1].leaves.tensors["x"].shape
@@ -42,9 +43,10 @@ def microbatches_of(
     """
     leaves = leaves_of(batch)
     along: dict[str, int] = {}
+    cuts = {name: dims.get(name, dims.get(name.split(".")[0], 0)) for name in leaves.tensors}
     for name, each in leaves.tensors.items():
-        dim = dims.get(name, dims.get(name.split(".")[0], 0))
-        if dim is not None and each.ndim:
+        dim = cuts[name]
+        if isinstance(dim, int) and each.ndim:
             along[name] = dim
     sizes = {name: leaves.tensors[name].size(dim) for name, dim in along.items()}
     first = next(iter(sizes), None)
@@ -61,8 +63,9 @@ def microbatches_of(
     found: list[Microbatch] = []
     for number, size in enumerate(rows):
         parts = [
-            cut[name][number].contiguous() if name in cut else each for name, each in leaves.tensors.items()
-        ]
+            cut[name][number].contiguous() if name in cut else each * (size / sum(rows)) if cuts[name] == "part" else each
+            for name, each in leaves.tensors.items()
+        ]  # fmt: skip
         found.append(Microbatch(leaves.rebuild(_leaves_of_a_graph(parts)), size))
     return found, along
 

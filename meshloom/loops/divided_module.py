@@ -20,6 +20,7 @@ from meshloom.core.modules.compiled import without_compilation
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.copied_module import copied
+from meshloom.loops.execution import Cutting
 from meshloom.loops.gradient_mean import AveragedExecution
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
@@ -51,11 +52,11 @@ MOST_CHANGES = 16  # of plain values that the forward reads, each of which is ca
 
 class DividedModule(AveragedExecution):
     """`module` on the ranks along tp and pp. leaves: modules that run as written. rules: of its buffers (docs/contract.md). batch: inputs by name -> the
-    dim that microbatches cut; None: each has the whole. Others are cut along dim 0."""
+    dim that microbatches cut, as of `microbatches_of`."""
 
     def __init__(
         self, module: nn.Module, ranks: LoopRanks, leaves: Sequence[str | type[nn.Module]] = (), rules: Mapping[str, BufferRule] | None = None,
-        batch: Mapping[str, int | None] | None = None,
+        batch: Mapping[str, Cutting] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(ranks)
         self._module, self._ranks, self._rules = module, ranks, rules or {}

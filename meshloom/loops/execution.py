@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from meshloom.core.job import LossFunction
+
+Cutting = int | Literal["part"] | None  # of an input, as of `parallel`
 
 
 class StepLoss(NamedTuple):

@@ -137,12 +137,15 @@ class _Handed:
         return len(self._carried)
 
     def __next__(self) -> Any:
+        self._place.own = True  # a library's sampler around ours begins with its first batch
         try:
             batch, taken = next(self._carried)
         except StopIteration:
             if self._pending is None:
                 self._place.end()
             raise
+        finally:
+            self._place.own = False
         if self._pending is None:
             _hand(self._place, taken, batch)
         else:

@@ -18,7 +18,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
-from meshloom.loops.execution import Execution
+from meshloom.loops.execution import Cutting, Execution
 from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
@@ -33,7 +33,7 @@ _HELD = "_meshloom_execution"  # in a module's __dict__
 
 def parallel(
     module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None,
-    batch: Mapping[str, int | None] | None = None, methods: Sequence[str] = (), divide: Sequence[str] | None = None,
+    batch: Mapping[str, Cutting] | None = None, methods: Sequence[str] = (), divide: Sequence[str] | None = None,
 ) -> M:  # fmt: skip
     """Make `module` compute on many devices, in place, and return it.
 
@@ -44,9 +44,9 @@ def parallel(
     plan: None takes the launcher's (`meshloom run --plan`); with one process nothing happens. leaves: names of modules within that run as
     written where the plan reads the module. buffers: patterns of names -> what becomes of buffers that replicas have changed
     (`ml.ema(0.99)`, "sum", "last"; docs/contract.md). batch: where pp cuts the batch into microbatches, inputs of the forward by name -> the dim of
-    the batch (0 for others); None: whole in each. methods: names of other methods that train, whose calls are as the module's own. divide: where tp and
-    pp divide not the module itself but modules within it, their names, or "outermost" for those that are called outermost; the rest runs as written,
-    whole on every rank.
+    the batch (0 for others); None: whole in each; "part": a number of the whole batch, of which each has its rows' part, such as a count that the
+    forward divides by. methods: names of other methods that train, whose calls are as the module's own. divide: where tp and pp divide not the module
+    itself but modules within it, their names, or "outermost" for those that are called outermost; the rest runs as written, whole on every rank.
 
     Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
     """
@@ -218,7 +218,7 @@ def _execution(
     found: LoopRanks,
     leaves: Sequence[str],
     rules: Mapping[str, BufferRule],
-    batch: Mapping[str, int | None],
+    batch: Mapping[str, Cutting],
     divide: Sequence[str] | None,
 ) -> Execution:
     plan = found.plan

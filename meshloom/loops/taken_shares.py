@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,6 +57,7 @@ def share_sizes(samples: int, replicas: int) -> tuple[int, ...]:
 _RECENT: deque[TakenShare] = deque(maxlen=16)
 _OF_TENSOR: Any = WeakIdKeyDictionary()
 _BOUND: list[TakenShare] = []
+_COUNTED: list[TakenShare] = []
 
 
 def took(share: TakenShare, batch: Any = None) -> None:
@@ -69,14 +72,24 @@ def bind(inputs: Any) -> TakenShare | None:
     """The share that a module is called with: that of which one of `inputs` is, or is a view; where the script has made new tensors of it, the
     newest that has as many rows as one of them, else the newest. Until the next call it is what `ml.mean` counts by. None: the script has
     taken none."""
-    found = _RECENT[-1] if _RECENT else None
-    if len(_RECENT) > 1:
+    found = _COUNTED[-1] if _COUNTED else _RECENT[-1] if _RECENT else None
+    if len(_RECENT) > 1 and not _COUNTED:
         given = tensors_in(inputs)
         of_rows = (share for share in reversed(_RECENT) if any(share.rows in each.shape for each in given))
         of_tensors = (_OF_TENSOR.get(one) for each in given for one in (each, each._base) if one is not None)
         found = next(filter(None, of_tensors), None) or next(of_rows, found)
     _BOUND[:] = [found] if found else []
     return found
+
+
+@contextmanager
+def counted_as(share: TakenShare) -> Iterator[None]:
+    """A context whose calls are of this share, such as one that counts what a loss is a mean over in place of samples."""
+    _COUNTED.append(share)
+    try:
+        yield
+    finally:
+        _COUNTED.pop()
 
 
 def share_of(tensor: Tensor) -> TakenShare | None:

@@ -1,1 +1,0 @@
-"""Trainers of other libraries become jobs: transformers' `Trainer`, and LightningModules."""
