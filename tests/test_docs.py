@@ -81,7 +81,7 @@ def test_a_document_is_the_same_in_both_languages(name: str):
 
 
 def test_the_readme_is_read_in_a_few_minutes():
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 90
 
 
 def test_the_contract_is_one_page_which_the_readme_links_second():
