@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,14 +65,16 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator({refused[0]}=...) under {found.plan}: leave it out, the plan says how the model is divided (zero=1, 2 or 3, tp, pp)."
             )
         with ranks_aside():
-            super().__init__(**{**said, "cpu": found.device.type == "cpu"})
+            given: dict[str, Any] = {**said, "cpu": found.device.type == "cpu"}
+            super().__init__(**given)
         if self.distributed_type != DistributedType.NO:
             raise JobError(
                 f"accelerate is set up for {self.distributed_type.value}, and the ranks are those of {found.plan}. Leave it out of accelerate's configuration."
             )
         self.dataloader_config.dispatch_batches = False
         launched = launched_rank()
-        for state in (PartialState(), self.state):
+        states: list[Any] = [PartialState(), self.state]
+        for state in states:
             state.device = found.device
             state.process_index = found.own.rank
             state.local_process_index = launched.local_rank if launched else 0
@@ -101,10 +103,10 @@ class Accelerator(accelerate.Accelerator):
             return lambda function: self._only(runs, function)
         return function if runs else _nothing
 
-    def main_process_first(self) -> AbstractContextManager[None]:
+    def main_process_first(self) -> Any:
         return first_of_host()
 
-    def local_main_process_first(self) -> AbstractContextManager[None]:
+    def local_main_process_first(self) -> Any:
         return first_of_host()
 
     def wait_for_everyone(self) -> None:
@@ -151,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
         left = dataloader.whole and super().skip_first_batches(dataloader.whole, num_batches)
         return self._in_training(skipped, left)
 
-    def _in_training(self, prepared: DataLoaderShard, whole: DataLoaderShard | None) -> TrainingLoader:
+    def _in_training(self, prepared: Any, whole: Any) -> TrainingLoader:
         made = object.__new__(TrainingLoader)
         vars(made).update(vars(prepared))
         shared = loader(made)
@@ -160,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
 
     # what replicas have
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         return accumulate(model)
 
     def gather(self, tensor: Any) -> Any:
@@ -233,16 +235,17 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """A folder that accelerate, or `save_state` under any plan, has written."""
         kept = [_Kept() for _ in self._optimizers]
-        number = self.state.process_index
+        state: Any = self.state
+        number = state.process_index
         with ExitStack() as around:
             for each in self._models:
                 around.enter_context(whole(each))
             around.enter_context(self._with(_optimizers=kept))
-            self.state.process_index = 0  # whose draws are everyone's
+            state.process_index = 0  # whose draws are everyone's
             try:
                 super().load_state(*args, **kwargs)
             finally:
-                self.state.process_index = number
+                state.process_index = number
         for optimizer, each in zip(self._optimizers, kept, strict=True):
             optimizer.load_state_dict(each.state)
 
@@ -267,7 +270,7 @@ class TrainingLoader(DataLoaderShard):
     whole: DataLoaderShard | None
     reading: OpenEpochs
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         trains = torch.is_grad_enabled() and any(each.training for each in modules())
         whole = None if trains else self.whole
         with self.reading.epoch(shares=whole is None):

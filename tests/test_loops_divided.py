@@ -449,6 +449,45 @@ def test_a_batch_that_is_not_dim_0_and_a_result_without_one() -> None:
             on_ranks("pp=2,microbatches=2", seeded(lambda: [Timed()]), each, batch=batch)
 
 
+class Penalized(nn.Module):
+    """It leaves a penalty for the loss, and keeps a table that it makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 64), nn.Linear(64, 64)
+        self.penalty, self.table = torch.zeros(()), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype)
+        hidden = torch.tanh(self.one(x + self.table))
+        self.penalty = hidden.square().mean()
+        return self.other(hidden)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_what_a_forward_leaves_on_its_module_is_not_there(plan: str) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def reads(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        loss = calls[0](x).square().mean() + calls[0](x[:2]).mean()
+        return (loss + models[0].penalty).detach()
+
+    with pytest.raises(TrainingError, match=r"Penalized.penalty is set by the forward"):
+        on_ranks(plan, seeded(lambda: [Penalized()]), reads)
+    check(plan, seeded(lambda: [Penalized()]), lambda models, calls, replica: calls[0](x).detach(), share=0.8)
+
+
+def test_a_sparse_input_is_refused() -> None:
+    sparse = torch.eye(4, 6, dtype=torch.float64).to_sparse()
+    with pytest.raises(CaptureError, match="is given a sparse tensor"):
+        on_ranks(
+            "tp=2",
+            seeded(lambda: [nn.Sequential(nn.Linear(6, 2))]),
+            lambda models, calls, replica: calls[0](sparse),
+        )
+
+
 def test_a_module_that_trains_by_another_method_alone_is_refused() -> None:
     parsed = Plan.parse("tp=2")
     with open_world(parsed.mesh, "simulated") as world:

@@ -86,7 +86,9 @@ def test_what_a_plan_has_saved_is_resumed_by_the_library_and_by_another_plan(
     found = all_trained("", ["gpt2"], tmp_path / "library", checkpoint)
     other = on_ranks(all_trained, 2, "dp=2", ["gpt2"], tmp_path / "plan", checkpoint, timeout_seconds=300)[0]
     for each in (found, other):
-        assert each["gpt2"]["logged"] == [pytest.approx(line, rel=1e-10) for line in alone["gpt2"]["logged"]]
+        for one, two in zip(each["gpt2"]["logged"], alone["gpt2"]["logged"], strict=True):
+            one.pop("train_loss", None)  # which is of the steps since
+            assert one == pytest.approx({name: two[name] for name in one}, rel=1e-10)
         assert each["gpt2"]["weights"] == pytest.approx(alone["gpt2"]["weights"], rel=1e-10)
 
 

@@ -90,10 +90,14 @@ def check_rows(
     model: nn.Module, forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
 ) -> None:
     """Raises `CaptureError` where the model's results for the batch are not those for its parts, joined: rows depend on each other, or what is
-    cut is not the batch. Compares in evaluation mode, in which nothing draws."""
+    cut is not the batch. Compares in evaluation mode, and no values of a forward that draws there, too."""
     rows, forward = [each.rows for each in microbatches], replace(forward, graded=None)
+    if len(rows) == 1:
+        return
     with _evaluating(model):
+        before = torch.get_rng_state()
         whole = tree_leaves(forward(model, batch))
+        draws = not torch.equal(before, torch.get_rng_state())
         try:
             parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
         except CODE_ERRORS as error:
@@ -109,7 +113,7 @@ def check_rows(
                 f"A pipeline cuts the inputs of a call. Result {at} of the forward has shape {list(result.shape)}, and those of {len(rows)} microbatches {found}. "
                 + WAY_OUT
             )
-        if is_joined([each.shape for each in of_parts], rows) and _differ(joined, result):
+        if not draws and is_joined([each.shape for each in of_parts], rows) and _differ(joined, result):
             raise CaptureError(
                 f"A pipeline cuts the inputs of a call, and their rows depend on each other: result {at} is another one for {len(rows)} microbatches, joined. "
                 + WAY_OUT

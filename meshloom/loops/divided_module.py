@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.objects import on_rank_0
+from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
@@ -22,6 +22,7 @@ from meshloom.loops.captured_forward import CapturedForward, autocast_here, name
 from meshloom.loops.copied_module import copied
 from meshloom.loops.execution import Cutting
 from meshloom.loops.gradient_mean import AveragedExecution
+from meshloom.loops.left_behind import left_behind, replace_left_behind
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
 from meshloom.loops.ranks import LoopRanks
@@ -131,7 +132,12 @@ class DividedModule(AveragedExecution):
         self, positional: tuple[str, ...], batch: Any, loss: LossFunction | None = None, method: str = "forward"
     ) -> CapturedForward:  # fmt: skip
         """What the module, or a loss of it, computes now. What it reads besides tensors may have changed since a capture: it is another one then."""
-        graded = tuple(name for name, each in leaves_of(batch).tensors.items() if each.requires_grad)
+        tensors = leaves_of(batch).tensors
+        if sparse := [name for name, each in tensors.items() if each.layout != torch.strided]:
+            raise CaptureError(
+                f"{type(self._module).__name__} is given a sparse tensor ({sparse[0]}), which no program takes. Give it dense, or use a plan with dp and zero alone."
+            )
+        graded = tuple(name for name, each in tensors.items() if each.requires_grad)
         found = CapturedForward(
             training=tuple(each.training for each in self._modules),
             trained=tuple(each.requires_grad for each in self._parameters.values()),
@@ -159,9 +165,17 @@ class DividedModule(AveragedExecution):
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
             like = copied_batch(batch)
+            left: list[tuple[str, str]] = []
             with self._capturing(), forward.alone():
-                if check and forward not in self._guards:
-                    on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
+                if forward not in self._guards:
+                    if check:
+                        on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
+                    found = on_rank_0(
+                        self._team,
+                        lambda: left_behind(self._copy or self._module, forward, copied_batch(batch)),
+                        CaptureError,
+                    )
+                    left = share(self._team, found)
                 if self._share.is_whole:
                     self._programs.open(
                         [like],
@@ -175,6 +189,7 @@ class DividedModule(AveragedExecution):
                 holders = self._programs.cutter.holders if self._pp.size > 1 else {}
                 self._share.keep(self._programs.pieces, holders)
                 self._notes += self._programs.opaque_notes()
+            replace_left_behind(self._module, left)
             self._guards[forward] = Guards(forward, self._module, self._programs.opaque).values
             merged = {each.number: self._statistics_of(each.program) for each in self._own_stages(ready)}
             self._statistics.setdefault(forward, merged)

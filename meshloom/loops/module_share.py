@@ -68,7 +68,8 @@ class ModuleShare:
     def whole(self, *, gradients: bool) -> Iterator[None]:
         """A context in which all is whole on every rank; what is written to it is kept. gradients: those too; without them nothing is written."""
         parted = self._parted()
-        kinds, parts = [type(each) for _, each in parted], [plain(each.detach()) for _, each in parted]
+        kinds: list[Any] = [type(each) for _, each in parted]
+        parts = [plain(each.detach()) for _, each in parted]
         with AsPlain():
             given = [each.grad for _, each in parted]
             has = torch.tensor([float(each is not None) for each in given])

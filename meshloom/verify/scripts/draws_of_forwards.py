@@ -45,9 +45,7 @@ class ForwardNotes:
 
 
 # Hooks are functions of this file, so that a file or a copy of a module has them, too. A copy is not watched.
-_WATCHED: weakref.WeakKeyDictionary[
-    nn.Module, tuple[ForwardNotes, torch.dtype, list[tuple[str, CastWatch]]]
-] = weakref.WeakKeyDictionary()
+_WATCHED: Any = weakref.WeakKeyDictionary()  # module -> its notes, their precision, and forwards in progress
 _FORWARDS = [0]  # in progress, of modules without draws
 
 
@@ -135,7 +133,8 @@ def _normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tenso
 
 def _randint(*args: Any, size: Any = None, low: int = 0, high: int = 0, **kwargs: Any) -> Tensor:
     *bounds, size = args if size is None else (*args, size)
-    return torch.full(tuple(size), bounds[0] if len(bounds) == 2 else low, **{"dtype": torch.int64, **kwargs})
+    kwargs.setdefault("dtype", torch.int64)
+    return torch.full(tuple(size), bounds[0] if len(bounds) == 2 else low, **kwargs)
 
 
 def _likelier(p: Tensor, **_: Any) -> Tensor:

@@ -35,9 +35,9 @@ def verdict(
     if whole.first.factor is not None:
         lines.append(named_factor(whole.first.factor, plan.dp))
     reasons: list[str] = []
-    if draws:
+    if draws and plan.num_chunks > 1:
         reasons.append("its forward draws random numbers, of which each share has its own")
-    if batch_norms:
+    if batch_norms and plan.num_chunks > 1:
         reasons.append(f"{few(batch_norms)}: batch normalization by the statistics of shares")
     if reasons:
         lines.append(f"It cannot hold on whole batches: {'; '.join(reasons)}.")
