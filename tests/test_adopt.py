@@ -13,7 +13,10 @@ import pytest
 from meshloom.adopt.adopted_lines import AdoptedLines
 from meshloom.adopt.source_lines import SourceLines
 from meshloom.adopt.watched_loop import Watch
+from meshloom.cli import verb_adopt
+from meshloom.cli.arguments import parse
 from meshloom.cli.main import main
+from meshloom.core.plan import Plan
 from meshloom.verify.scripts.recorder import EnoughStepsError
 
 SCRIPTS = Path(__file__).parent / "loop_scripts"
@@ -325,3 +328,16 @@ def test_what_cannot_be_adopted_is_refused(
     (tmp_path / "train.py").write_text(START)
     assert main(command.format(tmp_path).split()) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_what_runs_is_a_copy_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    repository, root = tmp_path / "repository", tmp_path / "copies"
+    for each in (repository / ".git", repository / "inner", root):
+        each.mkdir(parents=True)
+    (repository / "data.txt").write_text("1")
+    (repository / "inner/train.py").write_text("")
+    monkeypatch.chdir(repository / "inner")
+    runs = verb_adopt._Runs(parse(["adopt", "train.py"]), Plan(dp=2), root)
+    copy = runs._copy()
+    assert (runs._there(copy) / "../data.txt").read_text() == "1"
+    assert (copy / runs._script).exists() and not (copy / ".git").exists()

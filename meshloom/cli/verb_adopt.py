@@ -59,12 +59,14 @@ def adopt_script(arguments: argparse.Namespace) -> int:
 
 
 class _Runs:
-    """Runs of the script, each in a copy in `root` of the folder that it runs in, or else is in."""
+    """Runs of the script, each in a copy in `root` of the repository, or else of the folder, that it runs in or else is in."""
 
     def __init__(self, arguments: argparse.Namespace, plan: Plan, root: Path) -> None:
         self._arguments, self._plan, self._root = arguments, plan, root
         here, path = Path.cwd().resolve(), Path(arguments.target).resolve()
-        self._folder = here if path.is_relative_to(here) else path.parent
+        self._here = here if path.is_relative_to(here) else path.parent
+        around = (each for each in (self._here, *self._here.parents) if (each / ".git").exists())
+        self._folder = next(around, self._here)
         self._script = path.relative_to(self._folder)
 
     def watched(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class _Runs:
         print("running the script up to the first step of its optimizers", file=sys.stderr)
         words = [told, str(self._arguments.seconds), copy / self._script, *self._arguments.words]
         done = subprocess.run(
-            [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=copy, env=script_environment(of_no_rank(), 0, kind),
+            [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=self._there(copy), env=script_environment(of_no_rank(), 0, kind),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
         )  # fmt: skip
         if not told.exists():
@@ -104,13 +106,16 @@ class _Runs:
         for _, after, name in texts:
             (script.parent / name).parent.mkdir(parents=True, exist_ok=True)
             (script.parent / name).write_bytes(after.encode())
-        with chdir(copy):
+        with chdir(self._there(copy)):
             result = compare_script(parse(["verify", str(script), *options, "--", *self._arguments.words]))
         return result._replace(lines=[each.replace(f"{copy}/", "") for each in result.lines])
 
+    def _there(self, copy: Path) -> Path:
+        return copy / self._here.relative_to(self._folder)
+
     def _copy(self) -> Path:
         copy, total = Path(tempfile.mkdtemp(dir=self._root)), 0
-        links = set(map(self._folder.joinpath, self._arguments.link))
+        links = set(map(self._here.joinpath, self._arguments.link))
 
         def passed_over(folder: str, names: list[str]) -> list[str]:
             nonlocal total
