@@ -120,7 +120,7 @@ class DividedModule(AveragedExecution):
             name = type(self._module).__name__
             raise TrainingError(
                 f"The optimizer steps {name}, whose own call has not run in training, so that {self._ranks.plan} divides nothing of it. Call {name} itself, "
-                "or use a plan with dp and zero alone, which run any method."
+                'name the method that trains, as in parallel(methods=["decode"]), or use a plan with dp and zero alone, which run any method.'
             )
 
     def take_notes(self) -> list[str]:
