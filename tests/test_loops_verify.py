@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,15 @@ from torch.nn import functional
 from meshloom.cli.main import main
 from meshloom.core.jobfile import is_script
 from meshloom.core.plan import Plan
+from meshloom.loops.parallel import _taken  # pyright: ignore[reportPrivateUsage]
 from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, no_draws_within, without_draws
-from meshloom.verify.scripts.recorder import EnoughStepsError, RecordedStep, ScriptRecorder, recorded_steps
+from meshloom.verify.scripts.recorder import (
+    EnoughStepsError,
+    RecordedStep,
+    ScriptRecorder,
+    recorded_steps,
+    with_hooks,
+)
 from meshloom.verify.scripts.script_comparison import compare_scripts
 from meshloom.verify.scripts.script_verdict import verdict
 
@@ -304,3 +312,15 @@ def test_a_script_that_fails_or_trains_nothing_is_not_verified(tmp_path: Path, c
         script.write_text(source)
         assert main(["verify", str(script), "--plan", "dp=2", "--devices", "cpu"]) == 2
         assert said in capfd.readouterr().out
+
+
+class Stepping(nn.Module):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+
+def test_a_method_that_trains_is_asked_for_its_arguments_behind_one_wrapper():
+    module = Stepping()
+    with_hooks(module, ["training_step"])
+    made = _taken(type(module), "training_step")
+    assert inspect.getfullargspec(made.__wrapped__).args == ["self", "batch"]  # pyright: ignore[reportFunctionMemberAccess]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -166,7 +167,7 @@ def _taken(original: type[nn.Module], name: str) -> Callable[..., Any]:
             f"parallel(methods=[{name!r}]): {original.__name__} has no such method. Name methods of its class."
         )
 
-    @wraps(written)
+    @wraps(inspect.unwrap(written))  # libraries look behind one wrapper, at its arguments
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _called(self, name, partial(written, self), args, kwargs)
 
