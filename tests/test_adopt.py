@@ -7,6 +7,7 @@ import difflib
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -337,7 +338,7 @@ def test_what_runs_is_a_copy_of_the_repository(tmp_path: Path, monkeypatch: pyte
     (repository / "data.txt").write_text("1")
     (repository / "inner/train.py").write_text("")
     monkeypatch.chdir(repository / "inner")
-    runs = verb_adopt._Runs(parse(["adopt", "train.py"]), Plan(dp=2), root)
+    runs = cast(Any, verb_adopt)._Runs(parse(["adopt", "train.py"]), Plan(dp=2), root)
     copy = runs._copy()
     assert (runs._there(copy) / "../data.txt").read_text() == "1"
     assert (copy / runs._script).exists() and not (copy / ".git").exists()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshloom.loops.part_place import TensorPlace
+from meshloom.loops.part_place import PartError, TensorPlace
 from meshloom.loops.part_tensor import AsPlain, PartParameter, PartTensor, made_part
 
 
@@ -41,8 +41,17 @@ def keep_states_in_parts() -> None:
     register_optimizer_step_pre_hook(_states_in_parts)
 
 
+_WHOLE = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
+
+
 def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if isinstance(optimizer, _WHOLE) and any(isinstance(each, PartTensor) for each in parameters):
+        raise PartError(
+            f"{type(optimizer).__name__} looks at whole parameters, and this rank has parts of them. Use a plan with dp alone, or an optimizer that updates each "
+            "element by itself (AdamW, SGD)."
+        )
+    for each in parameters:
         if not isinstance(each, PartTensor) or each not in optimizer.state:
             continue
         place, state = each.place, optimizer.state[each]
