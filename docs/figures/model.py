@@ -227,6 +227,7 @@ def _held_under(plan: str) -> list[tuple[int, int, int]]:
             for replica in trainer.replicas
         ]
         owned = [
-            sum(each.stop - each.start for each in replica.exchange.ownership.owned) for replica in trainer.replicas
+            sum(each.stop - each.start for each in replica.exchange.ownership.owned)
+            for replica in trainer.replicas
         ]
         return list(zip(here, here, owned, strict=True))
