@@ -244,6 +244,18 @@ def methods_that_step() -> list[Any]:
     return [*seen, size_of(model)]
 
 
+class Drawing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x + torch.randn_like(x), 0.2))
+
+
+@case
+def a_forward_that_draws() -> list[Any]:
+    """What it draws is no plan's; that ranks draw alike is compared before each step."""
+    torch.manual_seed(3)
+    return [float(len(trained(ml.parallel(Drawing().to(F64)), entropy)))]
+
+
 @case
 def mean_as_the_loss() -> list[Any]:
     return trained(ml.parallel(made()), lambda model, x, y: ml.mean(entropy(model, x, y)))

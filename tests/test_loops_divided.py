@@ -478,6 +478,26 @@ def test_what_a_forward_leaves_on_its_module_is_not_there(plan: str) -> None:
     check(plan, seeded(lambda: [Penalized()]), lambda models, calls, replica: calls[0](x).detach(), share=0.8)
 
 
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.drop = nn.Linear(6, 64), nn.Linear(64, 64), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        return self.other(self.drop(hidden + torch.randn_like(hidden)))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_a_call_draws_nothing_that_the_script_would(plan: str) -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> bool:
+        before = torch.get_rng_state()
+        calls[0](torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+        return torch.equal(before, torch.get_rng_state())
+
+    assert all(same for same, *_ in on_ranks(plan, seeded(lambda: [Drawing()]), script))
+
+
 def test_a_sparse_input_is_refused() -> None:
     sparse = torch.eye(4, 6, dtype=torch.float64).to_sparse()
     with pytest.raises(CaptureError, match="is given a sparse tensor"):

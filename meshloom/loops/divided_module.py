@@ -17,6 +17,7 @@ from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.compiled import without_compilation
+from meshloom.core.random import preserved_draws_of_devices
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.copied_module import copied
@@ -167,15 +168,13 @@ class DividedModule(AveragedExecution):
             like = copied_batch(batch)
             left: list[tuple[str, str]] = []
             with self._capturing(), forward.alone():
-                if forward not in self._guards:
-                    if check:
-                        on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
-                    found = on_rank_0(
+                if forward not in self._guards and check:
+                    on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
+                if forward not in self._guards and forward.graded is not None:
+                    left = share(
                         self._team,
-                        lambda: left_behind(self._copy or self._module, forward, copied_batch(batch)),
-                        CaptureError,
+                        on_rank_0(self._team, lambda: self._left_behind(forward, batch), CaptureError),
                     )
-                    left = share(self._team, found)
                 if self._share.is_whole:
                     self._programs.open(
                         [like],
@@ -196,17 +195,22 @@ class DividedModule(AveragedExecution):
             self._follow(forward.trained)
         return self._programs.ready(batch, loss=forward, training=training)
 
+    def _left_behind(self, forward: CapturedForward, batch: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return left_behind(self._copy_of_copy(), forward, copied_batch(batch))
+
     def _own_stages(self, ready: ReadyBatch) -> list[Stage]:
         ranks = self._programs.cutter.ranks
         return [each for each in self._programs.stages(ready.key) if ranks[each.number] == self._pp.rank]
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """A context in which the replica's first rank has a copy of the module, whole, which no hooks of parameters see."""
+        """A context in which the replica's first rank has a copy of the module, whole, which no hooks of parameters see. What it computes with
+        the copy draws nothing that the script would."""
         with self._share.whole(gradients=False):
             self._copy = on_rank_0(self._team, self._whole_copy, CaptureError)
         try:
-            yield
+            with preserved_draws_of_devices():
+                yield
         except CaptureError as error:
             error.args = (str(error).replace("Job(", "parallel("),)
             raise

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import TrainingError
-from meshloom.loops.copied_module import copied
 
 _OPERATIONS = (
     "add radd sub rsub mul rmul truediv rtruediv neg pow matmul rmatmul eq ne lt le gt ge bool float int len iter getitem call format"
@@ -49,9 +48,8 @@ for _name in _OPERATIONS.split():
 LeftBehind.__hash__ = object.__hash__
 
 
-def left_behind(module: nn.Module, forward: Callable[..., Any], batch: Any) -> list[tuple[str, str]]:
-    """Names of modules and of their attributes in which a forward leaves what has a gradient. It runs on a copy."""
-    copy = copied(module, {})
+def left_behind(copy: nn.Module, forward: Callable[..., Any], batch: Any) -> list[tuple[str, str]]:
+    """Names of modules and of their attributes in which a forward leaves what has a gradient. It runs on this copy."""
     forward(copy, batch)
     return [
         (path, name)
