@@ -1,4 +1,4 @@
-"""Which files are of installed packages."""
+"""Which files are the user's, of installed packages, and of what runs them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-_LIBRARIES = tuple(
-    f"{each}{os.sep}"
-    for each in (
-        Path(__file__).parents[2],
-        Path(torch.__file__).parent,
-        Path(tempfile.__file__).parent,
-    )
-)
+_OWN = (f"{Path(__file__).parents[2]}{os.sep}", str(Path(torch.__file__).parent), "<")
+_LIBRARY = f"{Path(tempfile.__file__).parent}{os.sep}"
+_OF_TORCH = (
+    "/sympy/",
+    "/mpmath/",
+    "/torchinductor",
+)  # it computes symbolic sizes in them, and writes its kernels there
 
 
 def is_of_package(file: str) -> bool:
@@ -29,4 +28,10 @@ def is_of_package(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Whether code of this name is of the user's files: of no library, nor text that was given to `exec`."""
-    return not (file.startswith((*_LIBRARIES, "<")) or is_of_package(file))
+    return not (is_underneath(file) or is_of_package(file))
+
+
+def is_underneath(file: str) -> bool:
+    """Whether it is of what runs everybody's code: torch, meshloom, the standard library, text."""
+    is_library = file.startswith(_LIBRARY) and not is_of_package(file)
+    return is_library or file.startswith(_OWN) or any(part in file for part in _OF_TORCH)

@@ -25,6 +25,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.modules.class_code import Reads, reads_of
 from meshloom.core.modules.named_leaves import is_function
+from meshloom.core.modules.packages import is_users
 from meshloom.program.capture.guarded_values import (
     MISSING,
     MOST,
@@ -35,7 +36,7 @@ from meshloom.program.capture.guarded_values import (
     facts_of,
     is_plain_value,
 )
-from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.trace.attributes import TORCHS_OWN
 

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 
-import torch
-
-from meshloom.core.modules.packages import is_of_package
+from meshloom.core.modules.packages import is_of_package, is_underneath
 
 WAY_OUT = "Plans with dp and zero alone run the module as it is and need no program."  # ends every refusal
 WAYS_OUT = f"Or move it into a function marked with @ml.leaf, or name its module in Job(leaves=[...]). {WAY_OUT}"  # of a line of code
-_MESHLOOM = str(Path(__file__).parents[2])
-_TORCH = str(Path(torch.__file__).parent)
-_LIBRARY = sysconfig.get_paths()["stdlib"]
 _MOST_LETTERS = 120  # of a line's code in a sentence
-_OF_TORCH = (
-    "/sympy/",
-    "/mpmath/",
-    "/torchinductor",
-)  # it computes symbolic sizes in them, and writes its kernels there
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ def place_of_error(trace: TracebackType | None) -> SourcePlace:
     users = packages = None
     while trace:
         file = trace.tb_frame.f_code.co_filename
-        if not _is_ours(file):
+        if not is_underneath(file):
             here = _line(trace.tb_frame, trace.tb_lineno)
             if is_of_package(file):
                 packages = here
@@ -101,7 +89,7 @@ def _place_of_frame(frame: FrameType | None) -> SourcePlace:
     in_package = None
     while frame:
         file = frame.f_code.co_filename
-        if not _is_ours(file):
+        if not is_underneath(file):
             if not is_of_package(file):
                 return SourcePlace(_line(frame, frame.f_lineno), in_package)
             in_package = in_package or _line(frame, frame.f_lineno)
@@ -111,16 +99,3 @@ def _place_of_frame(frame: FrameType | None) -> SourcePlace:
 
 def _line(frame: FrameType, number: int) -> SourceLine:
     return SourceLine(frame.f_code.co_filename, number, frame.f_code.co_name)
-
-
-def is_users(file: str) -> bool:
-    """Whether `file` belongs neither to torch, meshloom, the standard library nor an installed package."""
-    return not _is_ours(file) and not is_of_package(file)
-
-
-def _is_ours(file: str) -> bool:
-    return (
-        file.startswith((_TORCH, _MESHLOOM, "<"))
-        or any(part in file for part in _OF_TORCH)
-        or (file.startswith(_LIBRARY) and not is_of_package(file))
-    )

@@ -19,9 +19,9 @@ from torch import nn
 
 from meshloom.core.cache import digest_of
 from meshloom.core.job import Job
+from meshloom.core.modules.packages import is_users
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.program.ir.leaves import Leaves
-from meshloom.program.ir.lines import is_users
 from meshloom.program.store.object_text import NoTextError, ObjectText
 
 _ARGUMENTS = ("seed", "init", "leaves", "buffers")  # of a job, that may change what is captured

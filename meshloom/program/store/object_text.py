@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 
 from meshloom.core.cache import digest_of
 from meshloom.core.modules.class_code import reads_of
-from meshloom.program.ir.lines import is_users
+from meshloom.core.modules.packages import is_users
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 from meshloom.program.trace.attributes import TORCHS_OWN
 

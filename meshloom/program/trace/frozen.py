@@ -12,7 +12,8 @@ import numpy
 import torch
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users, line_of_frame
+from meshloom.core.modules.packages import is_users
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, line_of_frame
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 
 
