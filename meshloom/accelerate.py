@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 from accelerate.utils.operations import recursively_apply
-from torch import Tensor, nn
+from torch import nn
 
 import meshloom as ml
 from meshloom.comm.objects import collect, share
@@ -33,10 +33,10 @@ from meshloom.loops.loader import loader
 from meshloom.loops.loader_parts import SharedCollate
 from meshloom.loops.means import gather, mean
 from meshloom.loops.means import sum as sum_over_replicas
-from meshloom.loops.parallel import accumulate, modules, whole
+from meshloom.loops.parallel import accumulate, modules, was_made, whole
 from meshloom.loops.part_tensor import whole_tensor
 from meshloom.loops.ranks import ranks
-from meshloom.loops.saving import on_main, write_once
+from meshloom.loops.saving import on_main, save_pretrained, whole_state, write_once
 
 # what divides the model by itself
 _REFUSED = (
@@ -127,14 +127,14 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Parallel, where any of its parameters is trained."""
-        is_new = not any(each is model for each in modules())
+        is_new = not was_made(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if evaluation_mode or not is_new or not any(each.requires_grad for each in model.parameters()):
             return prepared
         made = self._models[-1] = ml.parallel(prepared)
         found = ranks().plan
         if (found.zero or found.tp > 1 or found.pp > 1) and hasattr(made, "save_pretrained"):
-            cast(Any, type(made)).save_pretrained = _save_pretrained  # a class of this model alone
+            cast(Any, type(made)).save_pretrained = save_pretrained  # a class of this model alone
         return made
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,13 +197,15 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """With whole tensors on every rank, which all call it."""
-        return _state_of(self.unwrap_model(model) if unwrap else model, whole_tensor)
+        if isinstance(model, _Kept):
+            return model.state
+        return whole_state(self.unwrap_model(model) if unwrap else model, whole_tensor)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         super().save(obj if self._writes else on_main(obj), f, safe_serialization)
 
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        state = _Kept(_state_of(self.unwrap_model(model), on_main))
+        state = _Kept(whole_state(self.unwrap_model(model)))
         self._write(
             lambda: super(Accelerator, self).save_model(state, save_directory, *args, **kwargs),
             save_directory,
@@ -218,7 +220,7 @@ class Accelerator(accelerate.Accelerator):
                 for each in models:
                     around.enter_context(whole(each))
             else:
-                models = [_Kept(_state_of(each, on_main)) for each in models]
+                models = [_Kept(whole_state(each)) for each in models]
             optimizers, custom = (
                 [_Kept(on_main(each.state_dict())) for each in all_of]
                 for all_of in (self._optimizers, self._custom_objects)
@@ -274,11 +276,10 @@ class TrainingLoader(DataLoaderShard):
         trains = torch.is_grad_enabled() and any(each.training for each in modules())
         whole = None if trains else self.whole
         with self.reading.epoch(shares=whole is None):
-            if whole is None:
-                yield from super().__iter__()
-            else:
+            if whole is not None:
                 whole.iteration = self.iteration
-                yield from whole
+            yield from super().__iter__() if whole is None else whole
+            if whole is not None:
                 self.iteration = whole.iteration
 
 
@@ -316,28 +317,6 @@ class _Kept(nn.Module):
 
     def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
         self.state = state_dict
-
-
-def _state_of(model: nn.Module, read: Callable[[Tensor], Any]) -> Any:
-    """The state dict of what `read` gives of each tensor, which is one object by all of its names."""
-    if isinstance(model, _Kept):
-        return model.state
-    state = model.state_dict(keep_vars=True)
-    found: dict[int, Any] = {}
-    for name, each in state.items():
-        if isinstance(each, Tensor):
-            if id(each) not in found:
-                found[id(each)] = read(each.detach())
-            state[name] = found[id(each)]
-    return state
-
-
-def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    """Of a model of which ranks have parts: by the main process; every rank calls it."""
-    state = _state_of(self, on_main)
-    write_once(
-        lambda: self.save_pretrained(save_directory, **{"state_dict": state, **kwargs}), save_directory
-    )
 
 
 def _are_tensors(data: Any) -> bool:

@@ -24,9 +24,9 @@ import meshloom as ml
 from meshloom.comm.objects import collect, scatter_objects, share
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.loops.loop_lines import say_once
-from meshloom.loops.parallel import modules
+from meshloom.loops.parallel import was_made
 from meshloom.loops.ranks import ranks
-from meshloom.loops.saving import on_main, write_once
+from meshloom.loops.saving import save_pretrained, whole_state, write_once
 from meshloom.loops.taken_shares import TakenShare, bind, counted_as, tensors_in
 
 _AnyTrainer: Any = object  # that stands behind the mixin
@@ -85,7 +85,7 @@ class Parallel(_AnyTrainer):
         return ml.loader(super().get_train_dataloader())
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if training and not any(each is model for each in modules()):
+        if training and not was_made(model):
             written = type(model)
             if ranks().plan.mesh.size > 1:
                 _check_whole(model)
@@ -95,7 +95,7 @@ class Parallel(_AnyTrainer):
                 if hasattr(model, "generate"):
                     made.generate = _generate
                 if hasattr(model, "save_pretrained"):
-                    made.save_pretrained = _save_pretrained
+                    made.save_pretrained = save_pretrained
         return super()._wrap_model(model, training, dataloader)
 
     def _run_epoch(self, *args: Any, **given: Any) -> None:
@@ -166,7 +166,7 @@ class Parallel(_AnyTrainer):
         return output._replace(metrics=scatter_objects(everyone, metrics))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        state = _whole_state(self.model) if state_dict is None else state_dict
+        state = whole_state(self.model) if state_dict is None else state_dict
         write_once(lambda: super(Parallel, self)._save(output_dir, state), output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -225,19 +225,3 @@ def _check_whole(model: Any) -> None:
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with ml.whole(self):
         return cast(Any, super(type(self), self)).generate(*args, **kwargs)
-
-
-def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    state = _whole_state(self)
-    write_once(
-        lambda: self.save_pretrained(save_directory, **{"state_dict": state, **kwargs}), save_directory
-    )
-
-
-def _whole_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict with whole tensors on the main process, of which one is the same object by all of its names."""
-    state = model.state_dict(keep_vars=True)
-    found = on_main(
-        {id(each): each.detach() if isinstance(each, Tensor) else each for each in state.values()}
-    )
-    return {name: found[id(each)] for name, each in state.items()}

@@ -22,6 +22,7 @@ from meshloom.launch.child_environment import script_environment
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import of_no_rank, use_absolute_import_paths
 from meshloom.loops.ranks import check_of_loops
+from meshloom.verify.scripts.script_verdict import is_of_a_sum
 
 _MOST_BYTES = 2**30  # of a copy
 _UNUSED = (".git", ".venv", "__pycache__", "node_modules")
@@ -87,7 +88,7 @@ class _Runs:
         """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, or no `ml.share` where rows depend on others."""
         first, total, whole = told["texts"]
         result = self._result(first)
-        if result.factor is not None and abs(result.factor * self._plan.dp - 1) < 1e-6:
+        if result.factor is not None and is_of_a_sum(result.factor, self._plan.dp):
             other = self._result(total)
             return (first, result) if other.code else (total, other)
         if result.code and told["shares"] and not (other := self._result(whole)).code:

@@ -112,7 +112,7 @@ class MeshStrategy(SingleDeviceStrategy):
         if model._compiler_ctx is not None:
             to_uncompiled(model)
             say("torch.compile around a parallel module is left out: it runs as written")
-        if not any(each is model for each in parallel.modules()):
+        if not parallel.was_made(model):
             parallel.parallel(model, self._plan, methods=["training_step"], **self._settings)
             share_metrics(model)
         trainer.fit_loop.epoch_loop._results = GlobalResults(training=True)

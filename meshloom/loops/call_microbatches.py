@@ -86,6 +86,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             each.training = mode
 
 
+def _computed(model: nn.Module, forward: CapturedForward, batch: Any) -> tuple[Any, bool]:
+    """What it returns, and whether it draws."""
+    before = torch.get_rng_state()
+    return forward(model, batch), not torch.equal(before, torch.get_rng_state())
+
+
 def check_rows(
     model: nn.Module, forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
 ) -> None:
@@ -95,9 +101,8 @@ def check_rows(
     if len(rows) == 1:
         return
     with _evaluating(model):
-        before = torch.get_rng_state()
-        whole = tree_leaves(forward(model, batch))
-        draws = not torch.equal(before, torch.get_rng_state())
+        returned, draws = _computed(model, forward, batch)
+        whole = tree_leaves(returned)
         try:
             parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
         except CODE_ERRORS as error:
@@ -124,14 +129,15 @@ def check_loss(
     model: nn.Module, forward: CapturedForward, batch: Any, microbatches: Sequence[Microbatch]
 ) -> None:
     """Raises `CaptureError` where the loss of the batch is not that of its parts: samples depend on each other, or it is a mean over
-    something else. Compares in evaluation mode, in which nothing draws."""
+    something else. Compares in evaluation mode, and no loss that draws there, too."""
     with _evaluating(model):
-        whole = _mean_of(forward(model, batch), 1)[0]
+        returned, draws = _computed(model, forward, batch)
+        if draws or len(microbatches) == 1:
+            return
+        whole = _mean_of(returned, 1)[0]
         sums = [_mean_of(forward(model, each.batch), each.rows) for each in microbatches]
-    values = torch.stack([value.double() for value, _ in sums])
-    mean = (values * torch.tensor([weight for _, weight in sums], device=values.device)).sum() / sum(
-        weight for _, weight in sums
-    )
+    values, weights = (torch.stack(each).double() for each in zip(*sums, strict=True))
+    mean = (values * weights).sum() / weights.sum()
     rounding = 1e-4 if whole.dtype.itemsize > 2 and not forward.autocast else 1e-2
     if float((mean - whole).abs()) > rounding * float(values.abs().max()):
         raise CaptureError(
@@ -140,9 +146,10 @@ def check_loss(
         )
 
 
-def _mean_of(returned: Any, rows: int) -> tuple[Tensor, float]:
+def _mean_of(returned: Any, rows: int) -> tuple[Tensor, Tensor]:
+    """The mean, and what it counts."""
     value, weight = as_sum(results(*tree_flatten(returned)), rows, needs_gradient=False)
-    return value.detach() / weight, float(weight)
+    return value.detach() / weight, torch.as_tensor(weight, device=value.device)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

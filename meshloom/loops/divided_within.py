@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,9 +97,10 @@ class DividedWithin(AveragedExecution):
                 yield name, gathers.get(name, lambda each=each: each.detach())
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        yield from self._rest()
-        for prefix, each in self._prefixed():
-            yield from ((f"{prefix}{name}", tensor) for name, tensor in each.alike())
+        parts = self._prefixed()
+        return chain(
+            self._rest(), ((f"{prefix}{name}", one) for prefix, each in parts for name, one in each.alike())
+        )
 
     def check_complete(self) -> None:
         super().check_complete()

@@ -19,7 +19,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
-from meshloom.loops.execution import Cutting, Execution
+from meshloom.loops.execution import Cutting, Execution, StepLoss
 from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
@@ -85,6 +85,11 @@ def _take_calls(module: nn.Module, execution: Execution, methods: Sequence[str])
     module.__class__ = made
 
 
+def was_made(module: nn.Module) -> bool:
+    """Whether it is one of them."""
+    return any(each is module for each in modules())
+
+
 def is_parallel(module: Any) -> bool:
     """Whether its calls are an execution's."""
     return _HELD in vars(module)
@@ -106,10 +111,10 @@ def train_step(model: nn.Module, batch: Any, loss: LossFunction) -> Tensor:
 
     Raises `CaptureError` where a pipeline cannot capture the loss, or cut the batch.
     """
-    execution: Execution | None = model.__dict__.get(_HELD)
-    if execution:
+    found: StepLoss | None = None
+    if is_parallel(model):
         agreement_of(ranks()).called(type(model).__name__, batch)
-    found = execution.step(loss, batch) if execution else None
+        found = execution_of(model).step(loss, batch)
     if found is None:
         returned = loss(model, batch)
         value = mean(*returned) if isinstance(returned, tuple) else mean(returned)
@@ -125,7 +130,7 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
     results are the same."""
     with ExitStack() as stack:
         for each in modules:
-            if _HELD in each.__dict__:
+            if is_parallel(each):
                 stack.enter_context(execution_of(each).accumulating())
         yield
 
@@ -139,13 +144,13 @@ def whole(of: nn.Module | Tensor) -> AbstractContextManager[None] | Tensor:
     or an optimizer's state, the whole tensor. All ranks call it together, and leave the context together."""
     if isinstance(of, Tensor):
         return whole_tensor(of) if isinstance(of, PartTensor) else of
-    return execution_of(of).whole() if _HELD in of.__dict__ else nullcontext()
+    return execution_of(of).whole() if is_parallel(of) else nullcontext()
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
     """A context in which modules are of their authors' classes, as a file holds them."""
-    held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if _HELD in each.__dict__]
+    held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if is_parallel(each)]
     for module, made, _ in held:
         module.__class__ = made.__mro__[1]
     try:

@@ -33,11 +33,22 @@ from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import refuse_second_derivative
 
 
-class _Forwards(StageRun):
-    """Those of a stage, whose backwards come later. produced: by microbatch."""
+class _OneWay(StageRun):
+    """Of a stage, its forwards, whose backwards come later, or its backwards, as forwards of one in the opposite place."""
 
     def __init__(self, stage: ProgramStage) -> None:
-        self._stage, self.produced = stage, dict[int, Mapping[str, Tensor]]()
+        self._stage = stage
+
+    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
+        raise AssertionError("nothing comes back")
+
+
+class _Forwards(_OneWay):
+    """produced: by microbatch."""
+
+    def __init__(self, stage: ProgramStage) -> None:
+        super().__init__(stage)
+        self.produced: dict[int, Mapping[str, Tensor]] = {}
 
     def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         self._stage.receive(microbatch, values)
@@ -46,27 +57,18 @@ class _Forwards(StageRun):
         found = self.produced[microbatch] = self._stage.forward(microbatch)
         return found
 
-    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
-        raise NotImplementedError
-
     def clear(self) -> None:
         """Keeps what backwards need."""
 
 
-class _Backwards(StageRun):
-    """Those of a stage, as forwards of one that stands in the opposite place: its values are gradients."""
-
-    def __init__(self, stage: ProgramStage) -> None:
-        self._stage = stage
+class _Backwards(_OneWay):
+    """Its values are gradients."""
 
     def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         self._stage.receive_gradients(microbatch, values)
 
     def forward(self, microbatch: int) -> Mapping[str, Tensor]:
         return self._stage.backward(microbatch)
-
-    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
-        raise NotImplementedError
 
     def clear(self) -> None:
         self._stage.clear()

@@ -11,7 +11,7 @@ from pickle import PickleError
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.objects import on_rank_0
 from meshloom.core.errors import CODE_ERRORS, CheckpointError
@@ -63,6 +63,27 @@ def write_once(write: Callable[[], None], path: Any) -> None:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
 
     on_rank_0(ranks().everyone, attempt, CheckpointError)
+
+
+def whole_state(model: nn.Module, read: Callable[[Tensor], Any] = on_main) -> dict[str, Any]:
+    """The model's state dict with whole tensors, on the main process, or as `read` gives them: of a tensor one object, by all of its names. Every
+    rank calls it."""
+    state = model.state_dict(keep_vars=True)
+    found = {
+        id(each): read(each.detach())
+        for each in {id(one): one for one in state.values() if isinstance(one, Tensor)}.values()
+    }
+    for name, each in state.items():
+        state[name] = found.get(id(each), each)
+    return state
+
+
+def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    """In the place of a transformers model's own, of which ranks may have parts: by the main process; every rank calls it."""
+    state = whole_state(self)
+    write_once(
+        lambda: self.save_pretrained(save_directory, **{"state_dict": state, **kwargs}), save_directory
+    )
 
 
 def _is_alone() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from meshloom.comm.group import Group, Work
 from meshloom.core.mesh import Axis
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
-from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, message_of, steps_of
+from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, Step, message_of, steps_of
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.stages import Crossing
@@ -69,7 +70,8 @@ class PipelineRun:
         self.actions = schedule.actions[group.rank]
         self._values = _values_of(crossings, schedule)
         self._steps = [
-            (step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]
+            (step, _body(step.action, stages))
+            for step in _steps(schedule, tuple(_edges(crossings)))[group.rank]
         ]
 
     def run(self, listeners: Sequence[ActionListener] = (), meet: Callable[[], None] | None = None) -> None:
@@ -143,6 +145,11 @@ class PipelineRun:
             stage.receive(message.microbatch, tensors)
         else:
             stage.receive_gradients(message.microbatch, tensors)
+
+
+@lru_cache(maxsize=64)  # a loop's calls ask for the same ones
+def _steps(schedule: Schedule, edges: tuple[Edge, ...]) -> tuple[tuple[Step, ...], ...]:
+    return steps_of(schedule, edges)
 
 
 def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], Mapping[str, Tensor]]:

@@ -57,13 +57,18 @@ def held_by_ranks(held: Sequence[tuple[float, float]]) -> str:
     return f"A rank holds {parameters} of the parameters and {states} of the optimizers' state."
 
 
+def is_of_a_sum(factor: float, replicas: int) -> bool:
+    """Whether a factor of every gradient is 1/dp: the loss is a sum over samples."""
+    return abs(factor * replicas - 1) < 1e-6
+
+
 def named_factor(factor: float, replicas: int) -> str:
     """What a factor of every gradient means.
 
     >>> named_factor(0.5, 2)
     'Every gradient is 1/2 of the whole batch, 1/dp: the loss is a sum over samples. Write ml.sum(loss).backward() there.'
     """
-    if abs(factor * replicas - 1) < 1e-6:
+    if is_of_a_sum(factor, replicas):
         return f"Every gradient is 1/{replicas} of the whole batch, 1/dp: the loss is a sum over samples. Write ml.sum(loss).backward() there."
     if abs(factor / replicas - 1) < 1e-6:
         return f"Every gradient is {replicas} times the whole batch's, dp: a mean is added up over replicas. Write ml.mean in place of ml.sum."
