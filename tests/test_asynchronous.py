@@ -359,8 +359,7 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_asked_to_end_is_saved_first(tmp_path: Path) -> None:
-    """At an update after which nothing is due; whoever resumes it goes on with the next one, without the share that was
-    under way."""
+    """At an update after which nothing is due; whoever resumes it begins with the share that was under way."""
     job, signalled = make_job("cnn", "adamw", steps=11), 5
 
     def step(progress: Progress) -> None:
@@ -377,6 +376,7 @@ def test_a_run_that_is_asked_to_end_is_saved_first(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-00000005"]
     again = Run(job, "dp=1,exchange=async", resume=tmp_path)
     assert [each.step for each in again.steps] == list(range(signalled + 1, 12))
+    assert same(again, Run(job, "dp=1"))
 
 
 def test_checkpoints_of_earlier_versions_say_which_share_is_next() -> None:

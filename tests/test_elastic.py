@@ -56,6 +56,10 @@ def check(account: Account, num_servers: int, staleness: int | None, steps: int)
         "what servers hold is the surviving history, each of it once"
     )
     assert set(account.finals[0].values()) <= {1}, "a share was applied twice"
+    for version, state in account.states.items():
+        assert max(applied(account)[:version], default=-1) < state["next_share"], (
+            "one would be again if resumed"
+        )
     assert len(account.history) == steps
     assert staleness is None or max(account.gaps) <= staleness
     assert account.reported_ages == Counter(account.ages)

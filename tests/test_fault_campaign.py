@@ -11,14 +11,20 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.core.plan import Plan
+from tests import fault_job
 from tests.killing import command, left, let_run, newest, ranks, running
 
 pytestmark = [
@@ -28,6 +34,7 @@ pytestmark = [
     pytest.mark.usefixtures("silent_export"),
 ]
 STEPS = 40
+SNAPSHOTS_APART = 4  # updates, at most
 # for an end: ten times what it takes where the machine is not busy; the runs themselves would go on for
 # longer when they hang
 LIMIT_SECONDS = 90.0
@@ -60,13 +67,40 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def words(plan: str, out: Path, *more: str) -> list[str]:
-    return command(
-        "fault_job.py:reading" if plan == "dp=2" else "fault_job.py:job", plan, out, *TIMEOUT, *more
-    )
+    job = "reading" if plan == "dp=2" else "counting" if plan in ASYNCHRONOUS else "job"
+    return command(f"fault_job.py:{job}", plan, out, *TIMEOUT, *more)
+
+
+def last(out: Path) -> Path:
+    return out / f"step-{STEPS:08}"
 
 
 def final(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / f"step-{STEPS:08}" / "model.safetensors")
+    return load_file(last(out) / "model.safetensors")
+
+
+def lost_shares(plan: str, out: Path) -> int:
+    """Shares that were given out and are in no update. The others are in one each, and nothing else is."""
+    state: Any = Checkpoint.open(last(out)).values["asynchronous"]
+    given_out, ages = state["state"]["next_share"], state["state"]["ages"]
+    assert sum(ages.values()) == STEPS
+    shares = PushShares(fault_job.counting, Plan.parse(plan))
+    expected = Counter(index for share in range(given_out) for index in shares.find(share).indices)
+    unused = [expected[index] - used for index, used in enumerate(final(out)["used"].tolist())]
+    assert min(unused) >= 0, "a sample was used twice in an epoch"
+    lost = given_out - STEPS
+    assert 6 * lost <= sum(unused) * Plan.parse(plan).dp <= 12 * lost, "batches are of 12 and 6"
+    return lost
+
+
+def check_asynchronous(plan: str, out: Path, victim: str) -> int:
+    """As docs/asynchronous.md says what is lost when; the number of lost shares."""
+    lost, workers = lost_shares(plan, out), Plan.parse(plan).dp
+    # of each worker the share under way, and the update after a snapshot of which a server has not heard
+    with_a_server = SNAPSHOTS_APART + 2 * workers
+    assert lost <= (with_a_server if victim.startswith("server") else workers - 1)
+    assert all(bool(each.isfinite().all()) for each in final(out).values())
+    return lost
 
 
 def run_to_the_end(plan: str, out: Path, *more: str) -> float:
@@ -110,6 +144,7 @@ def test_a_fault(
     if plan not in undisturbed:
         seconds = run_to_the_end(plan, tmp_path / "undisturbed")
         undisturbed[plan] = final(tmp_path / "undisturbed"), seconds
+        assert plan in SYNCHRONOUS or not lost_shares(plan, tmp_path / "undisturbed")
     expected, seconds = undisturbed[plan]
     out, number = tmp_path / "run", chooser.choice(SIGNALS)
     with running(words(plan, out)) as process:
@@ -140,7 +175,7 @@ def test_a_fault(
         time.sleep(0.1)
     assert not list(Path("/dev/shm").glob(f"meshloom-{os.getuid()}-*"))
     assert errors.count("Traceback") == 0, f"{story}\n{errors}"
-    done = (out / f"step-{STEPS:08}").exists()
+    done = last(out).exists()
     if hit and number == signal.SIGKILL and process.returncode == 1:
         who = re.sub(r"data worker of (rank \d)", r"(\1|process \\d+)", name)
         who = re.sub(r"^worker \d", r"(\g<0>|a worker)", who)  # which has no number before it is let in
@@ -149,6 +184,7 @@ def test_a_fault(
     more = ("--resume", str(out)) if newest(out) else ("--overwrite",) if out.exists() else ()
     if not done:
         run_to_the_end(plan, out, *more)
-    if plan in SYNCHRONOUS or plan == ASYNCHRONOUS[0]:
+    lost = check_asynchronous(plan, out, name) if plan in ASYNCHRONOUS else 0
+    if not lost and (plan in SYNCHRONOUS or Plan.parse(plan).dp == 1):
         found = final(out)
         assert all(torch.equal(found[key], value) for key, value in expected.items()), f"{story}: other bits"

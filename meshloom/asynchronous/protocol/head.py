@@ -79,7 +79,7 @@ def first_state() -> dict[str, Any]:
 
 
 def head_state(next_share: int, ages: Mapping[int, int]) -> dict[str, Any]:
-    """What a snapshot keeps of the head, as JSON values. next_share: the first that was not given out."""
+    """What a snapshot keeps of the head, as JSON values. next_share: where a run that is resumed from it begins."""
     return {"next_share": next_share, "ages": {str(age): count for age, count in sorted(ages.items())}}
 
 
@@ -227,7 +227,7 @@ class Head:
     # --- Snapshots.
 
     def _keep(self) -> Sent:
-        state = head_state(self._leases.next_share, self.ages)
+        state = head_state(self._leases.first_open, self.ages)
         self._snapshots.begin(self.version, state)
         before = self._snapshots.complete
         return self._to_servers(TakeSnapshot(version=self.version, state=state, forget_before=before))

@@ -33,6 +33,14 @@ class Leases:
         self._by_share: dict[int, Lease] = {}
         self._parts: dict[int, dict[int, PushStaged]] = {}  # by share and server
 
+    @property
+    def first_open(self) -> int:
+        """The first share after all those that became updates or are lost: a resumed run begins with it."""
+        share = self.next_share
+        while share - 1 in self._by_share:
+            share -= 1
+        return share
+
     def __contains__(self, worker: int) -> bool:
         return worker in self.clocks
 
