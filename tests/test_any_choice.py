@@ -28,10 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last:UserWarning"),
 ]
 QUARTERS = [NAMES[first::4] for first in range(4)]  # of the models, so that each is read in one test
-MANY = range(100, 500)
-MANY_MORE = range(500, 2200)
+MANY = range(100, 150)
+MANY_MORE = range(150, 2200)
 AGAIN = "to repeat it: python -m tests.any_choice"
-BLOCK = 50  # of the many, which are tests of their own so that they can be divided over processes
+BLOCK = 25  # of the many, which are tests of their own so that they can be divided over processes
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_a_hundred_choices_equal_one_device(names: list[str], monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(
     "first",
     [

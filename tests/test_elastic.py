@@ -260,6 +260,7 @@ def test_wrong_circumstances_are_refused() -> None:
         (Clocks, "may_begin", lambda self, worker: True),  # nobody waits
         # a server forgets which shares it has sent parameters for
         (Storage, "next_share", property(lambda self: 0, lambda self, share: None)),
+        (Leases, "first_open", property(lambda self: 0)),  # a resumed run reads all again
         (Counts, "snapshot", lambda self: self.counts),  # a snapshot that goes on changing
         (Clocks, "remove", lambda self, worker: None),  # who is gone is waited for
     ],
