@@ -27,6 +27,7 @@ from meshloom.verify.scripts.script_verdict import is_of_a_sum
 _MOST_BYTES = 2**30  # of a copy
 _UNUSED = (".git", ".venv", "__pycache__", "node_modules")
 _TOO_LARGE = f"is too large for the copy that the script runs in ({format_bytes(_MOST_BYTES)}). Name what it only reads as --link PATH."
+_WHOLE = "Each replica computes whole batches: shares of them compute something else."
 
 Texts = list[tuple[str, str, str]]  # of each file: what it was, what it is, its name
 
@@ -44,7 +45,11 @@ def adopt_script(arguments: argparse.Namespace) -> int:
         runs = _Runs(arguments, plan, Path(root).resolve())
         told = runs.watched()
         if not told["modules"]:
-            print("\n".join(["NOT ADOPTED: no module was found that trains.", *told["notes"]]))
+            print(
+                "\n".join(
+                    ["NOT ADOPTED: no place was found where a module becomes parallel.", *told["notes"]]
+                )
+            )
             return 2
         texts, result = runs.verified(told)
     for before, after, name in texts:
@@ -85,17 +90,16 @@ class _Runs:
         return json.loads(told.read_text())
 
     def verified(self, told: dict[str, Any]) -> tuple[Texts, ScriptResult]:
-        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, or no `ml.share` where rows depend on others."""
-        first, total, whole = told["texts"]
+        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along another dim, or whole ones."""
+        first = told["texts"][0]
         result = self._result(first)
         if result.factor is not None and is_of_a_sum(result.factor, self._plan.dp):
-            other = self._result(total)
-            return (first, result) if other.code else (total, other)
-        if result.code and told["shares"] and not (other := self._result(whole)).code:
-            told["notes"].append(
-                "Each replica computes whole batches: shares of them compute something else."
-            )
-            return whole, other
+            other = self._result(told["total"])
+            return (first, result) if other.code else (told["total"], other)
+        for at, texts in enumerate(told["texts"][1:] if result.code else [], 1):
+            if texts not in told["texts"][:at] and not (other := self._result(texts)).code:
+                told["notes"] += [_WHOLE] if texts == told["texts"][-1] else []
+                return texts, other
         return first, result
 
     def _result(self, texts: Texts) -> ScriptResult:
