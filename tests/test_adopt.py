@@ -135,7 +135,7 @@ model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """
         + LOOP,
-        ["model = ml.parallel(model)", "loader = ml.loader(loader)"],
+        ["loader = ml.loader(loader)", "model = ml.parallel(model)"],
     ),
     "one expression does, for a dict": (
         """loaders = {each: DataLoader(data, batch_size=4) for each in ("train", "val")}  # both
@@ -144,7 +144,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = loaders["train"]
 """
         + LOOP,
-        ["model = ml.parallel(model)", "loader = ml.loader(loader)"],
+        ["loaders['train'] = ml.loader(loaders['train'])", "model = ml.parallel(model)"],
     ),
     "evaluation first, in grad mode": (
         """held_out, loader = DataLoader(data), DataLoader(data, batch_size=4)

@@ -28,22 +28,24 @@ class SourceLines:
         self.edits: set[tuple[int, int, int, str]] = set()  # from, order, to, what is there then
 
     def call_at(self, place: Place) -> Any:
-        """The call that ends there, or else another expression."""
-        nodes = (each for each in self.nodes if isinstance(each, ast.expr))
-        found = [each for each in nodes if (each.end_lineno, each.end_col_offset) == place[1:]]
-        return next((each for each in found if isinstance(each, ast.Call)), next(iter(found), None))
+        """The call that ends there, or the comprehension, which is run as one."""
+        calls = (each for each in self.nodes if isinstance(each, ast.Call | ast.ListComp | ast.DictComp))
+        return next((each for each in calls if (each.end_lineno, each.end_col_offset) == place[1:]), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that a node is, or is in."""
         return next(each for each in (node, *self._outwards(node)) if isinstance(each, ast.stmt))
 
+    def loops(self, node: ast.AST) -> list[ast.stmt]:
+        """The loops of its function that a node is in, from within."""
+        within = takewhile(lambda each: not isinstance(each, _SCOPES), self._outwards(node))
+        return [each for each in within if isinstance(each, ast.For | ast.While)]
+
     def before_loops(self, node: ast.AST, name: str) -> ast.stmt:
-        """The statement of a node, or the outermost loop of its function in which the name gets nothing but what is computed of it."""
-        statement = self.statement(node)
-        for loop in self._loops(node):
-            if not any(True for each in {name, re.split(r"[.\[]", name)[0]} for _ in self.values(loop, each)):
-                statement = loop
-        return statement
+        """The statement of a node, or the outermost loop in which the name gets nothing but what is computed of it."""
+        names = {name, root_of(name)}
+        loops = [each for each in self.loops(node) if not any([*self.values(each, one)] for one in names)]
+        return [self.statement(node), *loops][-1]
 
     def scopes(self, node: ast.AST) -> list[ast.AST]:
         """The functions that a node is in, from within, and the module."""
@@ -73,19 +75,12 @@ class SourceLines:
         """The statement of a call, and those around it that read what it returns, or what is computed of that."""
         found = [self.statement(node)]
         names = self.stored(found[0])
-        for each in self._statements([*self._loops(node), *self.scopes(node)][0]):
+        around = self._within([*self.loops(node), *self.scopes(node)][0])
+        for each in (each for each in around if isinstance(each, ast.stmt) and not hasattr(each, "body")):
             if each is not found[0] and names & loaded(each):
                 names |= self.stored(each)
                 found.append(each)
         return found
-
-    def computed(self, first: ast.stmt, names: set[str], until: ast.stmt) -> set[str]:
-        """Of names that are shares before the first statement: those that are, or are computed of, shares before the other."""
-        for each in self._statements(self.scopes(first)[0]):
-            if first.lineno <= each.lineno < until.lineno:
-                is_share = each is first or names & loaded(each)
-                names = names | self.stored(each) if is_share else names - self.stored(each)
-        return names
 
     def text(self, node: ast.AST) -> str:
         """Its source."""
@@ -136,17 +131,6 @@ class SourceLines:
             at = end
         return self.before.decode(), b"".join([*parts, self.before[at:]]).decode()
 
-    def _loops(self, node: ast.AST) -> list[ast.stmt]:
-        """Of its function, that a node is in, from within."""
-        within = takewhile(lambda each: not isinstance(each, _SCOPES), self._outwards(node))
-        return [each for each in within if isinstance(each, ast.For | ast.While)]
-
-    def _statements(self, scope: ast.AST) -> Iterator[ast.stmt]:
-        """Those that have none within them."""
-        yield from (
-            each for each in self._within(scope) if isinstance(each, ast.stmt) and not hasattr(each, "body")
-        )
-
     def _within(self, scope: ast.AST) -> Iterator[ast.AST]:
         for each in ast.iter_child_nodes(scope):
             yield each
@@ -162,6 +146,11 @@ class SourceLines:
         assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def root_of(name: str) -> str:
+    """Of an attribute or an entry: the name that it begins with."""
+    return re.split(r"[.\[]", name)[0]
 
 
 def loaded(node: ast.AST) -> set[str]:

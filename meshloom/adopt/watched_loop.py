@@ -55,18 +55,18 @@ class UserFrame(NamedTuple):
         code = self.frame.f_code
         return code.co_name == "<module>" or name in (*code.co_varnames, *code.co_cellvars)
 
-    def given(self) -> set[str]:
-        """Arguments of the function."""
-        return set(self.frame.f_code.co_varnames[: self.frame.f_code.co_argcount])
+    def arguments(self) -> list[str]:
+        """Names of those of the function."""
+        return [*self.frame.f_code.co_varnames[: self.frame.f_code.co_argcount]]
 
     def rows(self, dim: int) -> dict[str, set[int]]:
         """Of each name of a tensor, or of a short container of tensors, their lengths along `dim`."""
-        values = {**self.frame.f_globals, **self.names}.items()
-        found = {
-            name: {each.shape[dim] for each in _tensors(value) if each.ndim > dim and not each.requires_grad}
-            for name, value in values
-        }
-        return {name: lengths for name, lengths in found.items() if lengths}
+        found: dict[str, set[int]] = {}
+        for name, value in {**self.frame.f_globals, **self.names}.items():
+            tensors = (each for each in _tensors(value) if each.ndim > dim and not each.requires_grad)
+            if lengths := {each.shape[dim] for each in tensors}:
+                found[name] = lengths
+        return found
 
 
 class ModuleCall:
@@ -75,13 +75,12 @@ class ModuleCall:
     of another module, that it was made in."""
 
     def __init__(
-        self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any], method: CodeType | None = None
-    ) -> None:  # fmt: skip
-        self.module, self.frames, self.loaders, self.method = module, frames, loaders, method
-        self.shapes = {
-            name: [tuple(one.shape) for one in _tensors(each) if one.ndim] for name, each in given.items()
-        }
-        self.trained, self.outer = False, cast("ModuleCall | None", None)
+        self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any]
+    ) -> None:
+        self.module, self.frames, self.loaders, self.trained = module, frames, loaders, False
+        self.shapes = {name: [tuple(one.shape) for one in _tensors(each)] for name, each in given.items()}
+        self.method: CodeType | None = None
+        self.outer: ModuleCall | None = None
 
     def rows(self, dim: int) -> int:
         """Of its first input that has the dim."""
@@ -90,12 +89,17 @@ class ModuleCall:
     def find_outer(self, running: set[FrameType], evaluated: set[CodeType]) -> None:
         """At a backward. running: frames that are on the way then. evaluated: what has called modules without gradients."""
         for at, each in reversed([*enumerate(self.frames)]):
-            owner, code = each.names.get("self"), each.frame.f_code
-            if each.frame in running or code in evaluated or not isinstance(owner, nn.Module):
-                continue
-            if owner is not self.module and any(one is self.module for one in owner.modules()):
-                given = {name: each.names.get(name) for name in code.co_varnames[1 : code.co_argcount]}
-                self.outer = ModuleCall(owner, self.frames[at + 1 :], given, self.loaders, code)
+            owner: Any = each.names.get("self")
+            code = each.frame.f_code
+            within = [*owner.modules()][1:] if isinstance(owner, nn.Module) else []
+            if (
+                each.frame not in running
+                and code not in evaluated
+                and any(one is self.module for one in within)
+            ):
+                given = {name: each.names.get(name) for name in each.arguments()[1:]}
+                self.outer = ModuleCall(owner, self.frames[at + 1 :], given, self.loaders)
+                self.outer.method = code
                 return
 
 
@@ -106,7 +110,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.calls: dict[Any, ModuleCall] = {}  # one of each place: frames hold what is of a step
-        self.made, self.read = dict[Any, list[UserFrame]](), dict[Any, list[UserFrame]]()
+        self.made: dict[Any, list[UserFrame]] = {}
         self.optimizers, self.stepped = list[Optimizer](), set[Optimizer]()
         self.backwards, self.draws = dict[Place, UserFrame](), dict[Place, tuple[list[UserFrame], int]]()
         self._inside = False  # a call, or the fetching of a batch
@@ -119,9 +123,6 @@ class Watch:
     def __enter__(self) -> Watch:
         for owner in (Optimizer, DataLoader):
             self._watch(owner, "__init__", self._make)
-        for module, name in _ADAPTED.items():
-            if module in sys.modules:
-                self._watch(getattr(sys.modules[module], name), "__init__", self._make)
         sys.meta_path.insert(0, self)
         self._undo.callback(sys.meta_path.remove, self)
         self._watch(_BaseDataLoaderIter, "__init__", self._start)
@@ -140,25 +141,21 @@ class Watch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """As a finder of modules: those of adapted libraries are watched from the start."""
         found: Any = PathFinder.find_spec(name, path, target) if name in _ADAPTED else None
-        if found is not None:
-            run = found.loader.exec_module
-
-            def run_watched(module: Any) -> None:
-                run(module)
-                self._watch(getattr(module, _ADAPTED[name]), "__init__", self._make)
-
-            found.loader.exec_module = run_watched
+        if found is None:
+            return None
+        run, found.loader.exec_module = found.loader.exec_module, lambda module: (
+            run(module), self._watch(getattr(module, _ADAPTED[name]), "__init__", self._make)
+        )  # fmt: skip
         return found
 
     def trained(self, *, methods: bool) -> list[ModuleCall]:
         """Calls that are trained, where there are optimizers by these. methods: in place of calls within a method of another module, its own."""
         owned = set[int]().union(*map(parameters_of, self.optimizers))
-        calls = [
-            each.outer if methods and each.outer else each for each in self.calls.values() if each.trained
-        ]
+        found = [each for each in self.calls.values() if each.trained]
+        calls = [each.outer if methods and each.outer else each for each in found]
         return [each for each in calls if not owned or owned & parameters_of(each.module)]
 
-    def libraries(self) -> dict[Any, str]:
+    def trainers(self) -> dict[Any, str]:
         """Trainers of libraries that have an adapter, each with the library."""
         kinds = ((owner, each.__module__) for owner in self.made for each in type(owner).__mro__)
         return {owner: module.split(".")[0] for owner, module in kinds if module in _ADAPTED}
@@ -170,19 +167,14 @@ class Watch:
         self._undo.enter_context(replaced(owner, name, watched))
 
     def _make(self, init: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(owner, Optimizer | DataLoader):  # one that is made for it is not the script's
-            self._unseen(
-                init, owner, *args, **{name: _ALONE.get(name, each) for name, each in kwargs.items()}
-            )
-        else:
-            init(owner, *args, **kwargs)
+        alone = {name: _ALONE.get(name, each) for name, each in kwargs.items()}
+        self._unseen(init, owner, *args, **alone)  # a trainer makes others for itself
         if not self._inside:
             self.made[owner] = _user_frames(_caller(owner))
             self.optimizers += [owner] if isinstance(owner, Optimizer) else []
 
     def _start(self, init: Any, iterator: Any, loader: Any) -> None:
         self._unseen(init, iterator, loader)
-        self.read.setdefault(loader, _user_frames(_caller()))
         iterator.watched_loader = loader
 
     def _fetch(self, fetch: Any, iterator: Any) -> Any:
@@ -217,10 +209,8 @@ class Watch:
         return result
 
     def _differentiate(self, backward: Any, *args: Any, **kwargs: Any) -> None:
-        frames, untrained = (
-            _user_frames(_caller()),
-            [each for each in self.calls.values() if not each.trained],
-        )
+        frames = _user_frames(_caller())
+        untrained = [each for each in self.calls.values() if not each.trained]
         backward(*args, **kwargs)
         for each in (each for each in untrained if each.trained):
             each.find_outer({each.frame for each in frames}, self._evaluated)
