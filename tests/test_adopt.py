@@ -209,6 +209,9 @@ model, other, third = make_model(), make_model(), make_model()
 optimizer = torch.optim.SGD([*model.parameters(), *other.parameters(), *third.parameters()], 0.1)
 a, b = x * 2, y * 2
 step(model, a, wanted=b)
+for _ in range(1):
+    e: torch.Tensor = x * 2
+    loss_of(model(e), b).backward()
 chosen = torch.randperm(24)[:6]
 loss_of(other(x[chosen]), y[chosen]).backward()
 for c, d in batches():
@@ -220,6 +223,7 @@ optimizer.step()
             "other = ml.parallel(other)",
             "third = ml.parallel(third)",
             "a, b = ml.share((a, b))",
+            "e = ml.share(e)",
             "loss_of(other(ml.share(x[chosen])), ml.share(y[chosen])).backward()",
             "c, d = ml.share((c, d))",
         ],

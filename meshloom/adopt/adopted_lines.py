@@ -122,6 +122,7 @@ class AdoptedLines:
         """Of batches that come from no loader: of names just before a call, of other expressions where they stand."""
         calls = [each for each in self._calls if self._dim is not None and not each.loaders]
         found = dict.fromkeys(each for call in calls for each in self._batch(call))
+        found = [each for each in found if not (each[2] and any(_is_still(one, each) for one in found))]
         words = ", dim=1" if self._dim else ""
         for source, at in dict.fromkeys((source, at) for source, at, name in found if name):
             names = ", ".join(name for *there, name in found if there == [source, at] and name)
@@ -191,6 +192,18 @@ class AdoptedLines:
                 yield each
             else:
                 yield from self._counts(each, frames, rows)
+
+
+def _is_still(first: tuple[SourceLines, Any, str], then: tuple[SourceLines, Any, str]) -> bool:
+    """Whether a name that is shared at one place is that share at another."""
+    source, at, name = first
+    scope = source.scopes(at)[0]
+    if first == then or (source, name) != (then[0], then[2]) or scope is not source.scopes(then[1])[0]:
+        return False
+    between = range(at.lineno, then[1].lineno)
+    return at.lineno < then[1].lineno and not any(
+        each.lineno in between for each in source.values(scope, name)
+    )
 
 
 def _arguments(call: ast.AST) -> list[ast.expr]:

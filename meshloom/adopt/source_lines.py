@@ -59,8 +59,9 @@ class SourceLines:
     def values(self, scope: ast.AST, name: str) -> Iterator[ast.expr]:
         """What the name gets in a scope or loop without its inner scopes, itself aside; of a loop, what is gone through."""
         for each in (scope, *self._within(scope)):
-            if isinstance(each, ast.Assign) and name in self.stored(each) and name not in loaded(each.value):
-                yield each.value
+            value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
+            if value is not None and name in self.stored(each) and name not in loaded(value):
+                yield value
             if isinstance(each, ast.For) and name in self.stored(each.target):
                 yield each.iter
 

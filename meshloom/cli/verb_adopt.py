@@ -75,12 +75,10 @@ class _Runs:
         copy, told = self._copy(), self._root / "told.json"
         print("running the script up to the first step of its optimizers", file=sys.stderr)
         words = [told, str(self._arguments.seconds), copy / self._script, *self._arguments.words]
-        environment = script_environment(
-            of_no_rank(), 0, choose_devices(self._plan.mesh, self._arguments.devices)[0]
-        )
+        kind, _ = choose_devices(self._plan.mesh, self._arguments.devices)
         done = subprocess.run(
-            [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=self._there(copy), env=environment, check=False, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+            [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=self._there(copy), env=script_environment(of_no_rank(), 0, kind),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
         )  # fmt: skip
         if not told.exists():
             raise JobError(f"{done.stdout}The script failed before it had trained (exit code {done.returncode}). Its own words follow --.")  # fmt: skip
@@ -103,16 +101,9 @@ class _Runs:
         copy = self._copy()
         script = copy / self._script
         _write(texts, script.parent)
-        options = [
-            "--plan",
-            str(self._plan),
-            "--devices",
-            self._arguments.devices,
-            "--",
-            *self._arguments.words,
-        ]
+        options = ["--plan", str(self._plan), "--devices", self._arguments.devices]
         with chdir(self._there(copy)):
-            result = compare_script(parse(["verify", str(script), *options]))
+            result = compare_script(parse(["verify", str(script), *options, "--", *self._arguments.words]))
         return result._replace(lines=[each.replace(f"{copy}/", "") for each in result.lines])
 
     def _there(self, copy: Path) -> Path:
@@ -123,8 +114,8 @@ class _Runs:
         links = {self._here / each for each in self._arguments.link}
 
         def passed_over(folder: str, names: list[str]) -> list[str]:
-            found = [each for each in names if each in _UNUSED or Path(folder) / each in links]
             nonlocal total
+            found = [each for each in names if each in _UNUSED or Path(folder) / each in links]
             total += sum((Path(folder) / each).lstat().st_size for each in {*names} - {*found})
             if total > _MOST_BYTES:
                 raise JobError(f"{self._folder} {_TOO_LARGE}")
