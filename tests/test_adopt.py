@@ -36,11 +36,11 @@ LOOP = """for a, b in loader:
 """
 
 
-def adopted(script: Path, *, share: bool = True, total: bool = False) -> AdoptedLines:
+def adopted(script: Path, *, dim: int | None = 0, total: bool = False) -> AdoptedLines:
     watch = Watch()
     with suppress(EnoughStepsError), watch:
         exec(compile(script.read_bytes(), str(script), "exec"), {"__name__": "__main__"})  # noqa: S102
-    return AdoptedLines(watch, [script], share=share, total=total)
+    return AdoptedLines(watch, [script], dim=dim, total=total)
 
 
 def added(before: str, after: str) -> list[str]:
@@ -49,10 +49,10 @@ def added(before: str, after: str) -> list[str]:
     return [each[2:].strip() for each in lines if each.startswith("+ ")]
 
 
-def lines_of(text: str, folder: Path, *, share: bool = True, total: bool = False) -> list[str]:
+def lines_of(text: str, folder: Path, *, dim: int | None = 0, total: bool = False) -> list[str]:
     script = folder / "train.py"
     script.write_text(text)
-    (source,) = adopted(script, share=share, total=total).sources.values()
+    (source,) = adopted(script, dim=dim, total=total).sources.values()
     found = added(*source.texts())
     assert found[0].startswith("import meshloom")
     return found[1:]
@@ -92,23 +92,22 @@ OF_SCRIPTS = {
         "model = ml.parallel(model)",
         "ml.save(model.state_dict(), sys.argv[1])",
     ],
-    "episodes": ["model = ml.parallel(model)", "state = ml.share(torch.randn(4))"],
+    "episodes": ["model = ml.parallel(model)", "state = ml.share(state)"],
     "fine_tuning": [
         "train_dataloader = ml.loader(DataLoader(samples, shuffle=True, collate_fn=collate, batch_size=9))",
         "model = ml.parallel(model)",
     ],
     "small_gpt": [
         "model = ml.parallel(model)",
-        'X, Y = ml.share(get_batch("train"))',
         "ml.save(",
-        'X, Y = ml.share(get_batch("train"))',
+        "X, Y = ml.share((X, Y))",
     ],
     "variational": [
         "train_loader = ml.loader(DataLoader(TensorDataset(torch.rand(50, 20)), batch_size=12, shuffle=True))",
         "model = ml.parallel(model)",
         "recon, mu, logvar = model(data, ml.share(torch.randn(int(ml.sum(rows)), 4)))",
     ],
-    "waves": ["inputs, target = ml.share((waves[:, :-1], waves[:, 1:]))", "seq = ml.parallel(seq)"],
+    "waves": ["seq = ml.parallel(seq)", "inputs, target = ml.share((inputs, target))"],
 }
 
 
@@ -210,6 +209,9 @@ model, other, third = make_model(), make_model(), make_model()
 optimizer = torch.optim.SGD([*model.parameters(), *other.parameters(), *third.parameters()], 0.1)
 a, b = x * 2, y * 2
 step(model, a, wanted=b)
+for _ in range(1):
+    e: torch.Tensor = x * 2
+    loss_of(model(e), b).backward()
 chosen = torch.randperm(24)[:6]
 loss_of(other(x[chosen]), y[chosen]).backward()
 for c, d in batches():
@@ -220,7 +222,8 @@ optimizer.step()
             "model = ml.parallel(model)",
             "other = ml.parallel(other)",
             "third = ml.parallel(third)",
-            "a, b = ml.share((x * 2, y * 2))",
+            "a, b = ml.share((a, b))",
+            "e = ml.share(e)",
             "loss_of(other(ml.share(x[chosen])), ml.share(y[chosen])).backward()",
             "c, d = ml.share((c, d))",
         ],
@@ -241,6 +244,94 @@ for a, b in loader:
             "model = ml.parallel(model)",
             "noise, scale = ml.share(torch.randn_like(ml.gather(a))), ml.share(torch.rand((int(ml.sum(rows)), 1)))",
             "loss_of(model(a + scale * noise + ml.share(torch.randn(ml.gather(a).shape))), b).backward()",
+        ],
+    ),
+    "a method that trains, and one that steps": (
+        """class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+    def training_loss(self, batch, wanted):
+        noise = torch.randn_like(batch)
+        return loss_of(self.last(self.first(batch + noise)), wanted)
+class Loop(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+    def step(self, batch, wanted):
+        self.net.training_loss(batch, wanted).backward()
+        self.optimizer.step()
+loop = Loop(Net())
+for a, b in DataLoader(data, batch_size=4):
+    loop.step(a, b)
+""",
+        [
+            "net = ml.parallel(net, methods=['training_loss'])",
+            "for a, b in ml.loader(DataLoader(data, batch_size=4)):",
+        ],
+    ),
+    "a method that is called without gradients, too": (
+        """class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Linear(3, 1)
+    def act(self, seen):
+        return self.actor(seen)
+agent = Agent()
+optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+with torch.no_grad():
+    agent.act(x[:1])
+loss_of(agent.act(x[:6]), y[:6]).backward()
+optimizer.step()
+""",
+        [
+            "agent.actor = ml.parallel(agent.actor)",
+            "loss_of(agent.act(ml.share(x[:6])), ml.share(y[:6])).backward()",
+        ],
+    ),
+    "counts of a share, given to a function that draws": (
+        """def sample_steps(n, most=9):
+    return torch.randint(low=1, high=most, size=(n, 1))
+def noisy(of, steps):
+    noise = torch.randn_like(of)
+    return of + steps * noise, noise
+loader, model = DataLoader(data, batch_size=4), make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for a, b in loader:
+    steps = sample_steps(a.shape[0])
+    c, noise = noisy(a, steps)
+    loss_of(model(c), b).backward()
+    optimizer.step()
+sample_steps(1)
+""",
+        [
+            "return ml.share(torch.randint(low=1, high=most, size=(int(ml.sum(n)), 1)))",
+            "noise = ml.share(torch.randn_like(ml.gather(of)))",
+            "loader, model = ml.loader(DataLoader(data, batch_size=4)), make_model()",
+            "model = ml.parallel(model)",
+        ],
+    ),
+    "the same of batches that come from a function": (
+        """def get_batch(n):
+    at = torch.randint(len(x) - 3, (n,))
+    return x[at], y[at]
+def steps_of(n):
+    return torch.randint(1, 9, (n, 1))
+def zeros(n):
+    return torch.zeros(n, 3)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+a, b = get_batch(8)
+base = zeros(a.shape[0])
+other = zeros(8)
+c = a * steps_of(len(a)) + torch.randn_like(a)
+loss_of(model(c + base + other), b).backward()
+optimizer.step()
+""",
+        [
+            "model = ml.parallel(model)",
+            "c, base, other, b = ml.share((c, base, other, b))",
         ],
     ),
     "no optimizer, a name that is taken": (
@@ -266,12 +357,48 @@ def test_a_line_stands_where_it_belongs(name: str, tmp_path: Path):
     assert lines_of(START + text, tmp_path) == expected
 
 
+TIME_FIRST = """class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 3), nn.Linear(3, 2)
+    def forward(self, input, hidden=None):
+        output, hidden = self.rnn(input, hidden)
+        return self.head(output).view(-1, 2), hidden
+    def start(self, n):
+        return torch.zeros(1, n, 3), torch.zeros(1, n, 3)
+def columns(of, n):
+    return of[:len(of) // n * n].view(n, -1, 2).transpose(0, 1).contiguous()
+def piece(of, i):
+    return of[i:i + 4], of[i + 1:i + 5].reshape(-1, 2)
+series, held_out = columns(torch.randn(66, 2), 5), columns(torch.randn(20, 2), 2)
+net = Net()
+def train():
+    hidden = net.start(5)
+    for i in range(0, 8, 4):
+        seen, wanted = piece(series, i)
+        hidden = tuple(each.detach() for each in hidden)
+        output, hidden = net(seen, hidden)
+        loss_of(output, wanted).backward()
+        for each in net.parameters():
+            each.data.add_(each.grad, alpha=-0.1)
+train()
+"""
+
+
+def test_batches_along_another_dim_are_shared_at_their_source(tmp_path: Path):
+    assert lines_of(START + TIME_FIRST, tmp_path, dim=1) == [
+        "hidden = ml.share(hidden, dim=1)",
+        "net = ml.parallel(net, batch={'input': 1, 'hidden': 1})",
+        "series = ml.share(series, dim=1)",
+    ]
+
+
 def test_a_sum_and_shares_are_written_where_they_are_asked_for(tmp_path: Path):
     text = START + "model = make_model()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
     text += "loss = loss_of(model(x), y)\ntorch.autograd.backward(loss)\noptimizer.step()\ntorch.save(model, 'm.pt')\n"
     always = ["model = ml.parallel(model)", "ml.save(model, 'm.pt')"]
-    assert lines_of(text, tmp_path, share=False) == always
-    assert lines_of(text, tmp_path, share=False, total=True) == [
+    assert lines_of(text, tmp_path, dim=None) == always
+    assert lines_of(text, tmp_path, dim=None, total=True) == [
         always[0],
         "torch.autograd.backward(ml.sum(loss))",
         always[1],

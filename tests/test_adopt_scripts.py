@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +62,167 @@ for epoch in range(4):
     loss.backward()
     optimizer.step()
 """
+DIFFUSION = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+class Diffusion:
+    def sample_timesteps(self, n):
+        return torch.randint(low=1, high=40, size=(n,))
+    def noise_images(self, x, t):
+        noise = torch.randn_like(x)
+        return x + 0.1 * t[:, None] * noise, noise
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.time, self.last = nn.Linear(6, 16), nn.Embedding(40, 16), nn.Linear(16, 6)
+    def loss(self, x, t, noise):
+        return nn.functional.mse_loss(self.last(torch.relu(self.first(x) + self.time(t))), noise)
+loader = DataLoader(TensorDataset(torch.randn(44, 6)), batch_size=11, shuffle=True)
+model, diffusion = Net(), Diffusion()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for (images,) in loader:
+    t = diffusion.sample_timesteps(images.shape[0])
+    noisy, noise = diffusion.noise_images(images, t)
+    optimizer.zero_grad()
+    model.loss(noisy, t, noise).backward()
+    optimizer.step()
+"""
+LIBRARIES = {
+    "lightning": (
+        """import torch
+import lightning as L
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, _):
+        return self.net(batch[0]).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+def main():
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", devices=4, strategy="ddp", logger=False, enable_checkpointing=False
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 4))
+main()
+""",
+        'max_epochs=1, accelerator="cpu", devices=1, strategy=ml.lightning.Strategy(), logger=False, enable_checkpointing=False',
+    ),
+    "lightning without a strategy": (
+        """import torch
+from lightning.pytorch import LightningModule, Trainer
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, _):
+        return self.net(batch[0]).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 4)
+Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Net(), loader)
+""",
+        'Trainer(strategy=ml.lightning.Strategy(), max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Net(), loader)',
+    ),
+    "transformers": (
+        """import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, **_):
+        return model(inputs["x"]).pow(2).mean()
+data = [{"x": torch.randn(3)} for _ in range(12)]
+arguments = TrainingArguments("out", max_steps=2, remove_unused_columns=False, use_cpu=True, report_to=[])
+trainer = Mine(nn.Linear(3, 1), arguments, train_dataset=data)
+trainer.train()
+""",
+        "class ParallelMine(ml.transformers.Parallel, Mine): pass\ntrainer = ParallelMine(nn.Linear(3, 1), arguments, train_dataset=data)",
+    ),
+    "accelerate": (
+        """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model, loader = nn.Linear(3, 1), DataLoader(TensorDataset(torch.randn(12, 3)), 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (x,) in loader:
+    noise = torch.randn_like(x)
+    accelerator.backward(model(x + noise).pow(2).mean())
+    optimizer.step()
+""",
+        "accelerator = ml.accelerate.Accelerator(cpu=True)\nnoise = ml.share(torch.randn_like(ml.gather(x)))",
+    ),
+}
+OTHER_NAME = """import torch
+import pytorch_lightning as pl
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def training_step(self, batch, _):
+        return self.net(batch[0]).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 4)
+pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Net(), loader)
+"""
+
+
+def watched(text: str, folder: Path) -> dict[str, Any]:
+    """What becomes of a script, which is not verified."""
+    (folder / "train.py").write_text(text)
+    words = [folder / "told.json", "120", folder / "train.py"]
+    command = [sys.executable, "-m", "meshloom.cli.watched_script", *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "told.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_gets_its_adapter_and_nothing_else(name: str, tmp_path: Path):
+    text, expected = LIBRARIES[name]
+    told = watched(text, tmp_path)
+    ((before, after, _),) = told["texts"][0]
+    added = [each for each in difflib.ndiff(before.splitlines(), after.splitlines()) if each.startswith("+ ")]
+    assert [each[2:].strip() for each in added] == ["import meshloom as ml", *expected.split("\n")]
+    assert told["modules"] == 1 and not told["notes"]
+
+
+@pytest.mark.slow
+def test_a_library_whose_trainer_takes_no_adapter_is_said(tmp_path: Path):
+    told = watched(OTHER_NAME, tmp_path)
+    assert (
+        told["modules"] == 0 and "Write lightning.pytorch in place of pytorch_lightning" in told["notes"][0]
+    )
+
+
+@pytest.mark.slow
+def test_a_method_that_trains_and_draws_for_counts_of_a_share(tmp_path: Path):
+    (tmp_path / "train.py").write_text(DIFFUSION)
+    code, told = adopt(tmp_path)
+    assert code == 0 and "EQUAL" in told, told
+    text = (tmp_path / "adopted/train.py").read_text()
+    assert "model = ml.parallel(model, methods=['loss'])" in text
+    assert "return ml.share(torch.randint(low=1, high=40, size=(int(ml.sum(n)),)))" in text
+    assert "noise = ml.share(torch.randn_like(ml.gather(x)))" in text
+
+
+@pytest.mark.slow
+def test_columns_of_a_text_are_shared_along_their_dim(tmp_path: Path):
+    text = (Path(__file__).parent / "loop_scripts/word_language_model.py").read_text()
+    written = "train_data = ml.share(batchify(corpus, 10), dim=1)\nmodel = ml.parallel(RNNModel())\n"
+    plain = text.replace(written, "train_data = batchify(corpus, 10)\nmodel = RNNModel()\n")
+    plain = plain.replace("import meshloom as ml\n", "").replace("ml.mean(loss.detach())", "loss.detach()")
+    (tmp_path / "train.py").write_text(plain.replace("init_hidden(train_data.size(1))", "init_hidden(10)"))
+    code, told = adopt(tmp_path)
+    assert code == 0 and "EQUAL" in told and "Each replica computes whole batches" not in told, told
+    text = (tmp_path / "adopted/train.py").read_text()
+    assert "model = ml.parallel(model, batch={'x': 1, 'hidden': 1})\n" in text
+    assert "train_data, hidden = ml.share((train_data, hidden), dim=1)\nfor i" in text
 
 
 def adopt(folder: Path, *words: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Writes the lines of docs/loops.md at the places that a `Watch` has seen."""
+"""Writes the lines of docs/loops.md, or of a library's adapter, at the places that a `Watch` has seen."""
 
 from __future__ import annotations
 
@@ -9,52 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
-from meshloom.adopt.source_lines import SourceLines
-from meshloom.adopt.watched_loop import UserFrame, Watch
+from meshloom.adopt.source_lines import SourceLines, root_of
+from meshloom.adopt.watched_loop import ModuleCall, UserFrame, Watch, parameters_of
 
-# the file and an expression, with ""; of a loop, the first statement of its body, with the names that go through it
-Made = tuple[SourceLines, ast.AST, str]
+Frames = Sequence[UserFrame]
 _COUNT = re.compile(r"(int\()?(len\([^()]*\)|[^()]*\.(size\(0\)|shape\[0\]))\)?")  # of rows
 _NO_NAME = "is trained, and has no name where its optimizer is made: write model = ml.parallel(model) before."
 _NO_LOADER = "The loader of training has no name where it is made. Write ml.loader(...) around it."
 _NO_BATCH = "Each replica computes whole batches. Write ml.loader(...) around a DataLoader, or ml.share(...) around what makes a batch."
+_BY_HAND = {
+    "lightning": 'Write strategy=ml.lightning.Strategy() where Trainer(...) is made; of LightningCLI, strategy={"class_path": "meshloom.lightning.Strategy"}.',
+    "pytorch_lightning": "Write lightning.pytorch in place of pytorch_lightning, which has an adapter, and adopt that.",
+    "transformers": "Write ml.transformers.Trainer, or class Mine(ml.transformers.Parallel, ...), where the Trainer is made.",
+    "accelerate": "Write from meshloom.accelerate import Accelerator.",
+}
 
 
 class AdoptedLines:
-    """The user's files with their lines. modules: how many become parallel. shares: whether batches come from no loader. share, total: whether
-    `ml.share` of these, and `ml.sum` of losses, are written. notes: what was not found, with the line to write."""
+    """The user's files with their lines. dim: that of batches which come from no loader, along which they are shared; None: they stay whole. total:
+    whether `ml.sum` of losses is written. modules: how many become parallel, or trainers of libraries. notes: what was not found, with the line to write."""
 
-    def __init__(self, watch: Watch, files: Iterable[Path], *, share: bool, total: bool) -> None:
-        self._watch, self.notes = watch, list[str]()
+    def __init__(self, watch: Watch, files: Iterable[Path], *, dim: int | None, total: bool) -> None:
+        self._watch, self._dim, self.notes = watch, dim, list[str]()
         self.sources = {str(each): SourceLines(each) for each in files}
-        owned = set[int]().union(*map(_parameters, watch.optimizers))
-        trained = (each for each in watch.calls.values() if each.trained)
-        self._calls = [each for each in trained if not owned or owned & _parameters(each.module)]
+        self._calls, trainers = watch.trained(methods=dim is not None), watch.trainers()
         self._loaders = dict.fromkeys(each for call in self._calls for each in call.loaders)
         modules = dict.fromkeys(each.module for each in self._calls)
         inner = {id(each) for one in modules for each in one.modules() if each is not one}
-        self.modules = sum(self._write_module(each) for each in modules if id(each) not in inner)
-        for each in self._loaders:
-            self._write_loader(each)
-        calls = (each for each in self._calls if not each.loaders)
-        batches = {each for call in calls for each in self._batch(call.frames, call.rows)}
-        self.shares = bool(batches)
-        for source, value, names in batches if share else ():
-            if names:
-                source.write_line(value, f"{names} = {source.ml}.share(({names}))")
-            else:
-                source.wrap(value, "share")
-        if self._calls and not self._loaders and not batches:
-            self.notes.append(_NO_BATCH)
+        if trainers:
+            written = [self._write_adapter(*each) for each in trainers.items()]
+        else:
+            written = [self._write_module(each) for each in modules if id(each) not in inner]
+            for each in self._loaders:
+                self._write_loader(each)
+        self.modules = sum(written)
+        if set(trainers.values()) <= {"accelerate"}:  # the loop is the script's
+            self._write_shares()
+            for frames, rows in watch.draws.values():
+                self._write_draw(frames, rows)
+            for _, source, call in self._calls_at(watch.backwards.values()) if total else ():
+                of_loss = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+                source.wrap([*call.args, *of_loss][0], "sum")
         if waiting := len(watch.optimizers) - len(watch.stepped):
             self.notes.append(f"{waiting} of {len(watch.optimizers)} optimizers made no step meanwhile.")
-        for _, source, call in self._calls_at(watch.draws.values()):
-            _write_draw(source, call)
-        for _, source, call in self._calls_at(watch.backwards.values()) if total else ():
-            of_loss = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-            source.wrap([*call.args, *of_loss][0], "sum")
         for number, source in enumerate(self.sources.values()):
             for node in source.nodes:
                 if isinstance(node, ast.Call) and source.text(node.func) == "torch.save":
@@ -62,28 +60,44 @@ class AdoptedLines:
             if source.edits or number == 0:  # ranks are hidden from all that the script imports
                 source.write_import()
 
-    def _calls_at(self, frames: Iterable[UserFrame]) -> Iterator[tuple[UserFrame, SourceLines, ast.Call]]:
+    def _calls_at(self, frames: Iterable[UserFrame]) -> Iterator[tuple[UserFrame, SourceLines, Any]]:
         for frame in frames:
             source = self.sources.get(frame.place[0])
             if source is not None and (call := source.call_at(frame.place)) is not None:
                 yield frame, source, call
 
+    def _write_adapter(self, trainer: Any, library: str) -> bool:
+        kind = type(trainer).__name__
+        for _, source, call in self._calls_at(self._watch.made[trainer][:1]):
+            function, new = source.text(call.func), f"{source.ml}.{library}.{kind}"
+            if library == "pytorch_lightning" or function.split(".")[-1] != kind:
+                break
+            if library == "lightning":
+                texts = {"strategy": f"{source.ml}.lightning.Strategy()", "devices": "1", "num_nodes": "1"}
+                source.write_keywords(call, texts)
+                return True
+            if kind not in ("Trainer", "Accelerator"):
+                new, bases = f"Parallel{kind}", f"{source.ml}.{library}.Parallel, {function}"
+                source.write_line(source.statement(call), f"class {new}({bases}): pass")
+            source.replace(call.func, new)
+            return True
+        self.notes.append(_BY_HAND[library])
+        return False
+
     def _write_module(self, module: nn.Module) -> bool:
-        own = [each for each in self._watch.optimizers if _parameters(each) & _parameters(module)]
-        called = [each.frames[::-1] for each in self._calls if each.module is module]
-        frames = [*(self._watch.made[each] for each in own), *called][0]
+        own = [each for each in self._watch.optimizers if parameters_of(each) & parameters_of(module)]
+        calls = [each for each in self._calls if each.module is module]
+        frames = [*(self._watch.made[each] for each in own), *(each.frames[::-1] for each in calls)][0]
+        methods = sorted({each.method.co_name for each in calls if each.method})
+        batch = {name: self._dim for each in calls if self._dim and not each.loaders for name in each.shapes}
+        words = f"{f', methods={methods}' if methods else ''}{f', batch={batch}' if batch else ''}"
         for frame, source, call in self._calls_at(frames):
             if frame.names.get("self") is module or not (names := frame.names_of(module)):
                 continue
-            statement = source.statement(call)
-            name = next((each for each in names if each in source.text(statement)), names[0])
-            for loop in source.loops(call):  # what is made once becomes parallel once
-                if not _roots(name) & source.stored(loop):
-                    statement = loop
-            code = frame.frame.f_code
-            is_own = code.co_name == "<module>" or name in (*code.co_varnames, *code.co_cellvars)
-            assigned = f"{name} = " if is_own or not name.isidentifier() else ""
-            source.write_line(statement, f"{assigned}{source.ml}.parallel({name})")
+            name = next((each for each in names if each in source.text(source.statement(call))), names[0])
+            assigned = f"{name} = " if frame.owns(name) or not name.isidentifier() else ""
+            before = source.before_loops(call, name)  # what is made once becomes parallel once
+            source.write_line(before, f"{assigned}{source.ml}.parallel({name}{words})")
             return True
         self.notes.append(f"{type(module).__name__} {_NO_NAME}")
         return False
@@ -98,97 +112,112 @@ class AdoptedLines:
                 return
             statement = [source.statement(call), *(source.loops(call) if there else [])][-1]
             names = frame._replace(names=dict(frame.frame.f_locals)).names_of(loader)
-            names = [each for each in names if _roots(each) & source.stored(statement)]
+            names = [each for each in names if {each, root_of(each)} & source.stored(statement)]
             if names and all(at.frame is frame.frame for at in there):
                 source.write_line(statement, f"{names[0]} = {source.ml}.loader({names[0]})", after=True)
                 return
         self.notes.append(_NO_LOADER)
 
-    def _batch(self, frames: Sequence[UserFrame], rows: int) -> Iterator[Made]:
-        """What made the arguments of a call, and other tensors of as many rows that its loss takes. frames: at the call, from within."""
-        for _, source, call in self._calls_at(frames[:1]):
-            yield from self._made(_given(call), call, frames, None)
-            yield from self._made(source.readers(call), call, frames, rows)
+    def _write_shares(self) -> None:
+        """Of batches that come from no loader: of names just before a call, of other expressions where they stand."""
+        calls = [each for each in self._calls if self._dim is not None and not each.loaders]
+        found = dict.fromkeys(each for call in calls for each in self._batch(call))
+        found = [each for each in found if not (each[2] and any(_is_still(one, each) for one in found))]
+        words = ", dim=1" if self._dim else ""
+        for source, at in dict.fromkeys((source, at) for source, at, name in found if name):
+            names = ", ".join(name for *there, name in found if there == [source, at] and name)
+            given = f"({names})" if "," in names else names
+            source.write_line(at, f"{names} = {source.ml}.share({given}{words})")
+        for source, at, name in found:
+            if not name:
+                source.wrap(at, "share", words)
+        if self._calls and not self._loaders and not found:
+            self.notes.append(_NO_BATCH)
 
-    def _made(
-        self, read: Iterable[ast.AST], at: ast.AST, frames: Sequence[UserFrame], rows: int | None
-    ) -> Iterator[Made]:
-        """What made the values that are read at a node of the first frame. rows: of the tensors that are meant; None: all."""
-        source, lengths = self.sources[frames[0].place[0]], frames[0].rows()
-        for value in read:
-            found = [(each, name) for each, name in _reads(value) if name in lengths]
-            if isinstance(value, ast.Call) and not found:
-                yield source, value, ""
-            for each, name in found:
-                if isinstance(each, ast.Subscript):
-                    yield source, each, ""
-                elif rows is None or rows in lengths[name]:
-                    yield from self._bound(name, at, frames, rows)
+    def _batch(self, call: ModuleCall) -> Iterator[tuple[SourceLines, ast.AST, str]]:
+        """What the arguments of a call are, and other tensors of as many rows that its loss takes: a name and the statement before which it is
+        whole, or an expression and no name."""
+        dim, returns, given = self._dim or 0, True, True
+        for number, frame in enumerate(call.frames):
+            lengths, arguments = frame.rows(dim), frame.arguments()
+            for _, source, at in self._calls_at([frame]) if returns or given else ():
+                for value in (*(_arguments(at) if given else ()), *(source.readers(at) if returns else ())):
+                    read = [(each, name) for each, name in _reads(value) if name in lengths]
+                    if isinstance(value, ast.Call) and not read:
+                        yield source, value, ""
+                    for each, name in read:
+                        if isinstance(each, ast.Subscript) and not dim:
+                            yield source, each, ""
+                        elif name not in arguments and (
+                            call.rows(dim) in lengths[name] or isinstance(value, ast.Call)
+                        ):
+                            for one in source.made_of(at, name, lengths) if dim else [name]:
+                                yield from self._before(call.frames[number:], one)
+                given = given and any(each in lengths for each in arguments)  # the caller's
+                returns = returns and isinstance(source.statement(at), ast.Return)
 
-    def _bound(self, name: str, at: ast.AST, frames: Sequence[UserFrame], rows: int | None) -> Iterator[Made]:
-        """What gives the name its value: here, or, of an argument, where the function is called."""
-        source, codes = self.sources[frames[0].place[0]], [each.frame.f_code.co_name for each in frames]
-        for scope in source.scopes(at):
-            found = list(source.values(scope, name))
-            yield from ((source, *each) for each in found)
-            names = [each.arg for each in scope.args.args] if isinstance(scope, ast.FunctionDef) else []
-            if not found and isinstance(scope, ast.FunctionDef) and name in names and scope.name in codes:
-                callers = frames[codes.index(scope.name) + 1 :]
-                place = names.index(name) - (names[0] == "self")
-                for *_, call in self._calls_at(callers[:1]):
-                    given = [each.value for each in call.keywords if each.arg == name]
-                    yield from self._made([*given, *call.args[place : place + 1]][:1], call, callers, rows)
-            if found or name in names:
+    def _before(self, frames: Frames, name: str) -> Iterator[tuple[SourceLines, ast.AST, str]]:
+        for frame, source, at in self._calls_at(frames):
+            if frame.owns(name):
+                yield source, source.before_loops(at, name), name
                 return
 
+    def _write_draw(self, frames: Frames, rows: int) -> None:
+        """Draw for the whole batch, and take the share: what counts the rows of a share counts those of the batch."""
+        in_a_method = {each.method for each in self._calls} & {each.frame.f_code for each in frames}
+        for _, source, call in self._calls_at([] if in_a_method else frames[:1]):
+            for each in self._counts(call, frames, rows):
+                source.replace(each, f"int({source.ml}.sum({source.text(each)}))")
+            for each in call.args[:1] if source.text(call.func).endswith("_like") else []:
+                source.wrap(each, "gather")
+            for each in _arguments(call):
+                of, _, what = source.text(each).rpartition(".")
+                if what in ("shape", "size()"):
+                    source.replace(each, f"{source.ml}.gather({of}).{what}")
+            source.wrap(call, "share")
 
-def _parameters(owner: Optimizer | nn.Module) -> set[int]:
-    groups = owner.param_groups if isinstance(owner, Optimizer) else [{"params": owner.parameters()}]
-    return {id(each) for group in groups for each in group["params"]}
+    def _counts(self, node: ast.AST, frames: Frames, rows: int) -> Iterator[ast.expr]:
+        """What counts the rows of a share: as it stands, by a name, or by an argument where the caller gives a count."""
+        source = self.sources[frames[0].place[0]]
+        for each in ast.iter_child_nodes(node):
+            values, given = [each], []
+            if isinstance(each, ast.Name):
+                values = [one for scope in source.scopes(node) for one in source.values(scope, each.id)]
+                number = frames[0].names.get(each.id) if not values else None
+                callers = self._calls_at(frames[1:2]) if isinstance(number, int) and number == rows else ()
+                given = [one for *_, call in callers for one in self._counts(call, frames[1:], rows)]
+            if isinstance(each, ast.expr) and (
+                given or any(_COUNT.fullmatch(ast.unparse(one)) for one in values)
+            ):
+                yield each
+            else:
+                yield from self._counts(each, frames, rows)
 
 
-def _roots(name: str) -> set[str]:
-    return {name, re.split(r"[.\[]", name)[0]}
+def _is_still(first: tuple[SourceLines, Any, str], then: tuple[SourceLines, Any, str]) -> bool:
+    """Whether a name that is shared at one place is that share at another."""
+    source, at, name = first
+    scope = source.scopes(at)[0]
+    if first == then or (source, name) != (then[0], then[2]) or scope is not source.scopes(then[1])[0]:
+        return False
+    between = range(at.lineno, then[1].lineno)
+    return at.lineno < then[1].lineno and not any(
+        each.lineno in between for each in source.values(scope, name)
+    )
 
 
-def _given(call: ast.Call) -> list[ast.expr]:
-    given = [*call.args, *(each.value for each in call.keywords)]
+def _arguments(call: ast.AST) -> list[ast.expr]:
+    given = [*call.args, *(each.value for each in call.keywords)] if isinstance(call, ast.Call) else []
     return [each.value if isinstance(each, ast.Starred) else each for each in given]
 
 
 def _reads(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Names, and what is indexed by other than a constant, each with the name."""
-    indexed = (
-        node.value if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant) else node
-    )
+    indexed = node
+    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+        indexed = node.value
     if isinstance(indexed, ast.Name):
         yield node, indexed.id
     else:
         for each in ast.iter_child_nodes(node):
             yield from _reads(each)
-
-
-def _write_draw(source: SourceLines, call: ast.Call) -> None:
-    """Draw for the whole batch, and take the share: what counts the rows of a share counts those of the batch."""
-    source.wrap(call, "share")
-    for each in _counts(source, call, call):
-        source.replace(each, f"int({source.ml}.sum({source.text(each)}))")
-    for each in call.args[:1] if source.text(call.func).endswith("_like") else []:
-        source.wrap(each, "gather")
-    for each in _given(call):
-        of, _, what = source.text(each).rpartition(".")
-        if what in ("shape", "size()"):
-            source.replace(each, f"{source.ml}.gather({of}).{what}")
-
-
-def _counts(source: SourceLines, node: ast.AST, call: ast.Call) -> Iterator[ast.expr]:
-    """What counts the rows of a batch, or is a name of that."""
-    for each in ast.iter_child_nodes(node):
-        values = [each]
-        if isinstance(each, ast.Name):
-            bound = (one for scope in source.scopes(call) for one in source.values(scope, each.id))
-            values = [value for value, through in bound if not through]
-        if isinstance(each, ast.expr) and any(_COUNT.fullmatch(ast.unparse(value)) for value in values):
-            yield each
-        else:
-            yield from _counts(source, each, call)

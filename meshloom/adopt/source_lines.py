@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -40,6 +41,12 @@ class SourceLines:
         within = takewhile(lambda each: not isinstance(each, _SCOPES), self._outwards(node))
         return [each for each in within if isinstance(each, ast.For | ast.While)]
 
+    def before_loops(self, node: ast.AST, name: str) -> ast.stmt:
+        """The statement of a node, or the outermost loop in which the name gets nothing but what is computed of it."""
+        names = {name, root_of(name)}
+        loops = [each for each in self.loops(node) if not any([*self.values(each, one)] for one in names)]
+        return [self.statement(node), *loops][-1]
+
     def scopes(self, node: ast.AST) -> list[ast.AST]:
         """The functions that a node is in, from within, and the module."""
         around = (each for each in self._outwards(node) if isinstance(each, _SCOPES))
@@ -49,22 +56,29 @@ class SourceLines:
         """What gets a value there: names, attributes and entries."""
         return {self.text(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", 0), ast.Store)}
 
-    def values(self, scope: ast.AST, name: str) -> Iterator[tuple[ast.AST, str]]:
-        """What the name gets in a scope without its inner ones, itself aside: an expression, and ""; of a loop, the first statement of its body, and
-        the names that go through it."""
-        for each in self._within(scope):
-            if isinstance(each, ast.Assign) and name in self.stored(each) and name not in _loaded(each.value):
-                yield each.value, ""
+    def values(self, scope: ast.AST, name: str) -> Iterator[ast.expr]:
+        """What the name gets in a scope or loop without its inner scopes, itself aside; of a loop, what is gone through."""
+        for each in (scope, *self._within(scope)):
+            value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
+            if value is not None and name in self.stored(each) and name not in loaded(value):
+                yield value
             if isinstance(each, ast.For) and name in self.stored(each.target):
-                yield each.body[0], self.text(each.target)
+                yield each.iter
 
-    def readers(self, call: ast.Call) -> list[ast.AST]:
+    def made_of(self, node: ast.AST, name: str, lengths: dict[str, set[int]]) -> list[str]:
+        """Names in `lengths` that have one of the name's, and that its value is made of, from the start; or itself."""
+        others = {each: found for each, found in lengths.items() if each != name and found & lengths[name]}
+        values = [one for scope in self.scopes(node) for one in self.values(scope, name)]
+        above = sorted({each for one in values for each in loaded(one) if each in others})
+        return [one for each in above for one in self.made_of(node, each, others)] or [name]
+
+    def readers(self, node: ast.AST) -> list[ast.stmt]:
         """The statement of a call, and those around it that read what it returns, or what is computed of that."""
-        found = list[ast.AST]([self.statement(call)])
+        found = [self.statement(node)]
         names = self.stored(found[0])
-        around = self._within([*self.loops(call), *self.scopes(call)][0])
+        around = self._within([*self.loops(node), *self.scopes(node)][0])
         for each in (each for each in around if isinstance(each, ast.stmt) and not hasattr(each, "body")):
-            if each is not found[0] and names & _loaded(each):
+            if each is not found[0] and names & loaded(each):
                 names |= self.stored(each)
                 found.append(each)
         return found
@@ -73,18 +87,28 @@ class SourceLines:
         """Its source."""
         return self.before[slice(*self._span(node))].decode()
 
-    def wrap(self, node: ast.AST, function: str) -> None:
-        """Write `ml.function(...)` around an expression."""
+    def wrap(self, node: ast.AST, function: str, words: str = "") -> None:
+        """Write `ml.function(... words)` around an expression."""
         start, end = self._span(node)
         first = node.elts[0] if isinstance(node, ast.Tuple) else None
         bare = first is not None and self._span(first)[0] == start
         self.edits.add((start, 1, start, f"{self.ml}.{function}({'(' * bare}"))
-        self.edits.add((end, 0, end, ")" * (1 + bare)))
+        self.edits.add((end, 0, end, f"{')' * bare}{words})"))
 
     def replace(self, node: ast.AST, text: str) -> None:
         """Write `text` in place of an expression."""
         start, end = self._span(node)
         self.edits.add((start, 2, end, text))
+
+    def write_keywords(self, call: ast.Call, texts: dict[str, str]) -> None:
+        """Write arguments in place of those of these names; the first also where the call has none of its name."""
+        found = {each.arg: each.value for each in call.keywords if each.arg in texts}
+        for name, value in found.items():
+            self.replace(value, texts[name or ""])
+        if (name := next(iter(texts))) not in found:
+            at = self.before.index(b"(", self._span(call.func)[1]) + 1
+            comma = "," * bool(call.keywords) + " " * (self.before[at : at + 1] not in b")\n")
+            self.edits.add((at, 2, at, f"{name}={texts[name]}{comma}"))
 
     def write_line(self, node: ast.AST, text: str, *, after: bool = False) -> None:
         """Write a statement before another, or behind it and what else is in its line."""
@@ -125,6 +149,12 @@ class SourceLines:
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
 
-def _loaded(node: ast.AST) -> set[str]:
+def root_of(name: str) -> str:
+    """Of an attribute or an entry: the name that it begins with."""
+    return re.split(r"[.\[]", name)[0]
+
+
+def loaded(node: ast.AST) -> set[str]:
+    """Names that are read there."""
     names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
     return {each.id for each in names if isinstance(each.ctx, ast.Load)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
+from importlib.machinery import PathFinder
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -25,6 +27,12 @@ _DRAWS = {
     torch: ("randn", "rand", "randint", "normal", "randn_like", "rand_like", "randint_like"),
     numpy.random: ("normal", "randn", "rand", "uniform", "randint", "random", "standard_normal"),
 }
+# modules of the libraries that have adapters, and their classes
+_ADAPTED = {
+    "lightning.pytorch.trainer.trainer": "Trainer", "pytorch_lightning.trainer.trainer": "Trainer",
+    "transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator",
+}  # fmt: skip
+_ALONE = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # what one process trains with
 _FEW = 32  # entries of a container that are looked at
 Place = tuple[str, int, int]  # an expression by its end: file, line, column in bytes
 
@@ -42,45 +50,81 @@ class UserFrame(NamedTuple):
             return []
         return [*_expressions(value, self.names), *_expressions(value, self.frame.f_globals)]
 
-    def rows(self) -> dict[str, set[int]]:
-        """Of each name of a tensor, or of a short container of tensors, their lengths along dim 0."""
+    def owns(self, name: str) -> bool:
+        """Whether it is a name of this frame's, which a statement there may give another value."""
+        code = self.frame.f_code
+        return code.co_name == "<module>" or name in (*code.co_varnames, *code.co_cellvars)
+
+    def arguments(self) -> list[str]:
+        """Names of those of the function."""
+        return [*self.frame.f_code.co_varnames[: self.frame.f_code.co_argcount]]
+
+    def rows(self, dim: int) -> dict[str, set[int]]:
+        """Of each name of a tensor, or of a short container of tensors, their lengths along `dim`."""
         found: dict[str, set[int]] = {}
-        for name, each in {**self.frame.f_globals, **self.names}.items():
-            small = isinstance(each, dict | list | tuple) and len(cast(list[Any], each)) <= _FEW
-            leaves = [one for one in (tree_leaves(each) if small else [each]) if isinstance(one, Tensor)]
-            if lengths := {len(one) for one in leaves if one.ndim and not one.requires_grad}:
+        for name, value in {**self.frame.f_globals, **self.names}.items():
+            tensors = (each for each in _tensors(value) if each.ndim > dim and not each.requires_grad)
+            if lengths := {each.shape[dim] for each in tensors}:
                 found[name] = lengths
         return found
 
 
 class ModuleCall:
-    """The outermost call of a module that has parameters, in grad mode. rows: of its first input. loaders: whose batches came last before
-    it. trained: whether a backward went through its results."""
+    """The outermost call of a module that has parameters, in grad mode. shapes: of its inputs, by name. loaders: whose batches came last
+    before it. method: where it is not the module's own call. trained: whether a backward went through its results. outer: the call of a method
+    of another module, that it was made in."""
 
-    def __init__(self, module: nn.Module, frames: list[UserFrame], rows: int, loaders: list[Any]) -> None:
-        self.module, self.frames, self.rows, self.loaders = module, frames, rows, loaders
-        self.trained = False
+    def __init__(
+        self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any]
+    ) -> None:
+        self.module, self.frames, self.loaders, self.trained = module, frames, loaders, False
+        self.shapes = {name: [tuple(one.shape) for one in _tensors(each)] for name, each in given.items()}
+        self.method: CodeType | None = None
+        self.outer: ModuleCall | None = None
+
+    def rows(self, dim: int) -> int:
+        """Of its first input that has the dim."""
+        return next((each[dim] for found in self.shapes.values() for each in found if len(each) > dim), 0)
+
+    def find_outer(self, running: set[FrameType], evaluated: set[CodeType]) -> None:
+        """At a backward. running: frames that are on the way then. evaluated: what has called modules without gradients."""
+        for at, each in reversed([*enumerate(self.frames)]):
+            owner: Any = each.names.get("self")
+            code = each.frame.f_code
+            within = [*owner.modules()][1:] if isinstance(owner, nn.Module) else []
+            if (
+                each.frame not in running
+                and code not in evaluated
+                and any(one is self.module for one in within)
+            ):
+                given = {name: each.names.get(name) for name in each.arguments()[1:]}
+                self.outer = ModuleCall(owner, self.frames[at + 1 :], given, self.loaders)
+                self.outer.method = code
+                return
 
 
 class Watch:
-    """A context, which `EnoughStepsError` ends. calls: of modules, by place. made: optimizers and data loaders, each with the frames that
-    made it. stepped: optimizers that made a step. backwards: where gradients are computed, by place. draws: where numbers are drawn for the rows
-    of a batch that is trained on."""
+    """A context, which `EnoughStepsError` ends. calls: of modules, by place. made: optimizers, data loaders and trainers of libraries, each with the
+    frames that made it. stepped: optimizers that made a step. backwards: where gradients are computed, by place. draws: where numbers are drawn for
+    the rows of a batch that is trained on, each with the frames and how many rows."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, ModuleCall] = {}  # one of each place: frames hold what is of a step
         self.made: dict[Any, list[UserFrame]] = {}
         self.optimizers, self.stepped = list[Optimizer](), set[Optimizer]()
-        self.backwards, self.draws = dict[Place, UserFrame](), dict[Place, UserFrame]()
+        self.backwards, self.draws = dict[Place, UserFrame](), dict[Place, tuple[list[UserFrame], int]]()
         self._inside = False  # a call, or the fetching of a batch
         self._latest: list[Any] = []  # the loaders whose batches came last
         self._called = False  # whether a module was called since
-        self._drawn: list[tuple[UserFrame, int]] = []  # since these batches
+        self._drawn: list[tuple[list[UserFrame], int]] = []  # since these batches
+        self._evaluated: set[CodeType] = set()
         self._undo = ExitStack()
 
     def __enter__(self) -> Watch:
         for owner in (Optimizer, DataLoader):
             self._watch(owner, "__init__", self._make)
+        sys.meta_path.insert(0, self)
+        self._undo.callback(sys.meta_path.remove, self)
         self._watch(_BaseDataLoaderIter, "__init__", self._start)
         self._watch(_BaseDataLoaderIter, "__next__", self._fetch)
         self._watch(nn.Module, "__call__", self._call)
@@ -94,6 +138,28 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """As a finder of modules: those of adapted libraries are watched from the start."""
+        found: Any = PathFinder.find_spec(name, path, target) if name in _ADAPTED else None
+        if found is None:
+            return None
+        run, found.loader.exec_module = found.loader.exec_module, lambda module: (
+            run(module), self._watch(getattr(module, _ADAPTED[name]), "__init__", self._make)
+        )  # fmt: skip
+        return found
+
+    def trained(self, *, methods: bool) -> list[ModuleCall]:
+        """Calls that are trained, where there are optimizers by these. methods: in place of calls within a method of another module, its own."""
+        owned = set[int]().union(*map(parameters_of, self.optimizers))
+        found = [each for each in self.calls.values() if each.trained]
+        calls = [each.outer if methods and each.outer else each for each in found]
+        return [each for each in calls if not owned or owned & parameters_of(each.module)]
+
+    def trainers(self) -> dict[Any, str]:
+        """Trainers of libraries that have an adapter, each with the library."""
+        kinds = ((owner, each.__module__) for owner in self.made for each in type(owner).__mro__)
+        return {owner: module.split(".")[0] for owner, module in kinds if module in _ADAPTED}
+
     def _watch(self, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         def watched(before: Any) -> Any:
             return wraps(before)(lambda *args, **kwargs: watch(before, *args, **kwargs))
@@ -101,9 +167,11 @@ class Watch:
         self._undo.enter_context(replaced(owner, name, watched))
 
     def _make(self, init: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        init(owner, *args, **kwargs)
-        self.made[owner] = _user_frames(_caller(owner))
-        self.optimizers += [owner] if isinstance(owner, Optimizer) else []
+        alone = {name: _ALONE.get(name, each) for name, each in kwargs.items()}
+        self._unseen(init, owner, *args, **alone)  # a trainer makes others for itself
+        if not self._inside:
+            self.made[owner] = _user_frames(_caller(owner))
+            self.optimizers += [owner] if isinstance(owner, Optimizer) else []
 
     def _start(self, init: Any, iterator: Any, loader: Any) -> None:
         self._unseen(init, iterator, loader)
@@ -130,20 +198,26 @@ class Watch:
         result = self._unseen(call, module, *args, **kwargs)
         self._called, frames = True, _user_frames(_caller())
         key = id(module), frames[0].place if frames else None
-        if torch.is_grad_enabled() and not (key in self.calls and self.calls[key].trained):
-            given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-            rows = next((len(each) for each in given if each.ndim), 0)
-            noted = self.calls[key] = ModuleCall(module, frames, rows, self._latest)
+        if not torch.is_grad_enabled():
+            self._evaluated |= {each.frame.f_code for each in frames}
+        elif not (key in self.calls and self.calls[key].trained):
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            noted = self.calls[key] = ModuleCall(module, frames, given, self._latest)
             leaves = tree_leaves([result, getattr(result, "__dict__", {})])
             for each in (each for each in leaves if isinstance(each, Tensor) and each.requires_grad):
                 each.register_hook(lambda _: setattr(noted, "trained", True))
         return result
 
     def _differentiate(self, backward: Any, *args: Any, **kwargs: Any) -> None:
+        frames = _user_frames(_caller())
+        untrained = [each for each in self.calls.values() if not each.trained]
         backward(*args, **kwargs)
-        self.backwards |= {each.place: each for each in _user_frames(_caller())[:1]}
-        rows = {each.rows for each in self.calls.values() if each.trained}
-        self.draws |= {each.place: each for each, length in self._drawn if length in rows}
+        for each in (each for each in untrained if each.trained):
+            each.find_outer({each.frame for each in frames}, self._evaluated)
+        self.backwards |= {each.place: each for each in frames[:1]}
+        calls = [each for one in self.calls.values() if one.trained for each in (one, one.outer) if each]
+        rows = {each.rows(0) for each in calls}
+        self.draws |= {each[0].place: (each, length) for each, length in self._drawn if length in rows}
         self._drawn = []
         if not self.optimizers:
             self.end()
@@ -152,7 +226,7 @@ class Watch:
         found, frame = draw(*args, **kwargs), _caller()
         seen = self._latest and not self._inside and is_users(frame.f_code.co_filename)
         if seen and getattr(found, "ndim", 0):
-            self._drawn.append((_user_frames(frame)[0], len(found)))
+            self._drawn.append((_user_frames(frame), len(found)))
         return found
 
     def _step(self, optimizer: Optimizer, *_: object) -> None:
@@ -163,6 +237,12 @@ class Watch:
     def end(self, *_: object) -> None:
         """As a signal's handler does, too."""
         raise EnoughStepsError
+
+
+def parameters_of(owner: Optimizer | nn.Module) -> set[int]:
+    """Their identities."""
+    groups = owner.param_groups if isinstance(owner, Optimizer) else [{"params": owner.parameters()}]
+    return {id(each) for group in groups for each in group["params"]}
 
 
 def _caller(owner: Any = None) -> FrameType:
@@ -183,6 +263,12 @@ def _user_frames(frame: FrameType | None) -> list[UserFrame]:
             found.append(UserFrame(place, dict(frame.f_locals), frame))
         frame = frame.f_back
     return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """It, or those of a short container."""
+    small = isinstance(value, dict | list | tuple) and len(cast(list[Any], value)) <= _FEW
+    return [each for each in (tree_leaves(value) if small else [value]) if isinstance(each, Tensor)]
 
 
 def _expressions(value: Any, names: dict[str, Any]) -> Iterator[str]:

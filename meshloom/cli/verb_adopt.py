@@ -27,6 +27,8 @@ from meshloom.verify.scripts.script_verdict import is_of_a_sum
 _MOST_BYTES = 2**30  # of a copy
 _UNUSED = (".git", ".venv", "__pycache__", "node_modules")
 _TOO_LARGE = f"is too large for the copy that the script runs in ({format_bytes(_MOST_BYTES)}). Name what it only reads as --link PATH."
+_NOTHING = "NOT ADOPTED: no module was found that trains, or no place where it becomes parallel."
+_WHOLE = "Each replica computes whole batches: shares of them compute something else."
 
 Texts = list[tuple[str, str, str]]  # of each file: what it was, what it is, its name
 
@@ -44,14 +46,12 @@ def adopt_script(arguments: argparse.Namespace) -> int:
         runs = _Runs(arguments, plan, Path(root).resolve())
         told = runs.watched()
         if not told["modules"]:
-            print("\n".join(["NOT ADOPTED: no module was found that trains.", *told["notes"]]))
-            return 2
+            raise JobError("\n".join([_NOTHING, *told["notes"]]))
         texts, result = runs.verified(told)
     for before, after, name in texts:
         both = before.splitlines(keepends=True), after.splitlines(keepends=True)
         sys.stdout.writelines(difflib.unified_diff(*both, f"a/{name}", f"b/{name}", n=1))
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_bytes(after.encode())
+    _write(texts, out)
     words = f" -- {' '.join(arguments.words)}" if arguments.words else ""
     print("", *told["notes"], *result.lines, sep="\n")
     print(f"Wrote {', '.join(str(out / name) for *_, name in texts)}.")
@@ -73,9 +73,9 @@ class _Runs:
     def watched(self) -> dict[str, Any]:
         """What the watched script has shown. Raises `JobError` where it fails."""
         copy, told = self._copy(), self._root / "told.json"
-        kind, _ = choose_devices(self._plan.mesh, self._arguments.devices)
         print("running the script up to the first step of its optimizers", file=sys.stderr)
         words = [told, str(self._arguments.seconds), copy / self._script, *self._arguments.words]
+        kind, _ = choose_devices(self._plan.mesh, self._arguments.devices)
         done = subprocess.run(
             [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=self._there(copy), env=script_environment(of_no_rank(), 0, kind),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
@@ -85,28 +85,23 @@ class _Runs:
         return json.loads(told.read_text())
 
     def verified(self, told: dict[str, Any]) -> tuple[Texts, ScriptResult]:
-        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, or no `ml.share` where rows depend on others."""
-        first, total, whole = told["texts"]
+        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along another dim, or whole ones."""
+        first = told["texts"][0]
         result = self._result(first)
         if result.factor is not None and is_of_a_sum(result.factor, self._plan.dp):
-            other = self._result(total)
-            return (first, result) if other.code else (total, other)
-        if result.code and told["shares"] and not (other := self._result(whole)).code:
-            told["notes"].append(
-                "Each replica computes whole batches: shares of them compute something else."
-            )
-            return whole, other
+            other = self._result(told["total"])
+            return (first, result) if other.code else (told["total"], other)
+        for at, texts in enumerate(told["texts"][1:] if result.code else [], 1):
+            if texts not in told["texts"][:at] and not (other := self._result(texts)).code:
+                told["notes"] += [_WHOLE] if texts == told["texts"][-1] else []
+                return texts, other
         return first, result
 
     def _result(self, texts: Texts) -> ScriptResult:
         copy = self._copy()
-        script, options = (
-            copy / self._script,
-            ["--plan", str(self._plan), "--devices", self._arguments.devices],
-        )
-        for _, after, name in texts:
-            (script.parent / name).parent.mkdir(parents=True, exist_ok=True)
-            (script.parent / name).write_bytes(after.encode())
+        script = copy / self._script
+        _write(texts, script.parent)
+        options = ["--plan", str(self._plan), "--devices", self._arguments.devices]
         with chdir(self._there(copy)):
             result = compare_script(parse(["verify", str(script), *options, "--", *self._arguments.words]))
         return result._replace(lines=[each.replace(f"{copy}/", "") for each in result.lines])
@@ -116,12 +111,12 @@ class _Runs:
 
     def _copy(self) -> Path:
         copy, total = Path(tempfile.mkdtemp(dir=self._root)), 0
-        links = set(map(self._here.joinpath, self._arguments.link))
+        links = {self._here / each for each in self._arguments.link}
 
         def passed_over(folder: str, names: list[str]) -> list[str]:
             nonlocal total
             found = [each for each in names if each in _UNUSED or Path(folder) / each in links]
-            total += sum((Path(folder) / each).lstat().st_size for each in names if each not in found)
+            total += sum((Path(folder) / each).lstat().st_size for each in {*names} - {*found})
             if total > _MOST_BYTES:
                 raise JobError(f"{self._folder} {_TOO_LARGE}")
             return found
@@ -130,3 +125,9 @@ class _Runs:
         for each in links:
             (copy / each.relative_to(self._folder)).symlink_to(each)
         return copy
+
+
+def _write(texts: Texts, folder: Path) -> None:
+    for _, after, name in texts:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(after.encode())

@@ -30,11 +30,24 @@ def main(target: str, seconds: str, script: str, *words: str) -> None:
         execute(script, words)
     signal.setitimer(signal.ITIMER_REAL, 0)
     files = _own_files(Path(script).absolute())
-    wanted = ((True, False), (True, True), (False, False))
-    ways = [AdoptedLines(watch, files, share=share, total=total) for share, total in wanted]
-    texts = [[(*each.texts(), files[Path(path)]) for path, each in way.sources.items()] for way in ways]
-    told = {"notes": ways[0].notes, "modules": ways[0].modules, "shares": ways[0].shares, "texts": texts}
+    dims = _dims(watch)
+    ways = [AdoptedLines(watch, files, dim=dim, total=False) for dim in (*dims, None)]
+    texts = [_texts(each, files) for each in ways]
+    total = _texts(AdoptedLines(watch, files, dim=dims[0], total=True), files)
+    told = {"notes": ways[0].notes, "modules": ways[0].modules, "texts": texts, "total": total}
     Path(target).write_text(json.dumps(told), encoding="utf-8")
+
+
+def _texts(lines: AdoptedLines, files: dict[Path, str]) -> list[tuple[str, str, str]]:
+    return [(*each.texts(), files[Path(path)]) for path, each in lines.sources.items()]
+
+
+def _dims(watch: Watch) -> list[int]:
+    """Dims of a batch that comes from no loader: those along which all inputs have one length, or else the first."""
+    calls = [each.shapes.values() for each in watch.trained(methods=True) if not each.loaders]
+    lengths = ([each[dim : dim + 1] for call in calls for found in call for each in found] for dim in (0, 1))
+    agreeing = [dim for dim, each in enumerate(lengths) if len(set(each)) == 1 and () not in each]
+    return list(dict.fromkeys([*agreeing, 0]))
 
 
 def _own_files(script: Path) -> dict[Path, str]:
