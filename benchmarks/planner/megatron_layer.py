@@ -46,36 +46,31 @@ class Layer:
 
 def forward_seconds(cluster: Cluster, layer: Layer) -> float:
     """Of one forward pass."""
-    inner = _core(layer) + [_product(*sizes) for sizes in _linears(layer)] + [_moved(2, _inner(layer))]
-    between = 2 * [_moved(2, layer.wide), _moved(3, layer.wide, masks=1)]  # layer norm; bias, dropout and sum
-    sent = 2 * _reduced(cluster, layer) + (
-        2 * _sent(cluster, layer, "all_gather") if layer.sequence_parallel else 0.0
+    products = [_product(*sizes) for sizes in _linears(layer)]
+    norms, sums = [_moved(2, layer.wide)] * 2, [_moved(3, layer.wide, masks=1)] * 2
+    inside = [*_core(layer), *products, _moved(2, _inner(layer))]
+    return (
+        _seconds(cluster, inside + norms + sums)
+        + 2 * _gathered(cluster, layer)
+        + 2 * _reduced(cluster, layer)
     )
-    return _seconds(cluster, inner + between) + sent
 
 
 def backward_seconds(cluster: Cluster, layer: Layer) -> float:
-    """Of one backward pass, and of what it recomputes. The reductions of the gradients of inputs run beside the weights' gradients."""
-    inner = [*_core_backward(layer), _moved(3, _inner(layer))]
-    inputs = [_product(1, m, k, n) for _, m, n, k in _linears(layer)]
-    into_regions, out_of_regions = _linears(layer)[::2], _linears(layer)[1::2]
-    between = 2 * [
-        _moved(5, layer.wide),
-        _moved(3, layer.wide, masks=1),
-        _moved(3, layer.wide),
-    ]  # the last: sum with the residual
-    beside = sum(
-        overlapped_seconds(
-            cluster.device, _seconds(cluster, [_product(1, n, k, m)]), _reduced(cluster, layer)
-        )
-        for _, m, n, k in into_regions
-    )
-    weights = [_product(1, n, k, m) for _, m, n, k in out_of_regions]
-    seconds = _seconds(cluster, inner + inputs + between + weights) + beside
-    if (
-        layer.sequence_parallel
-    ):  # outputs' gradients are gathered; inputs are, too, beside the inputs' gradients
-        seconds += 2 * _sent(cluster, layer, "all_gather")
+    """Of one backward pass, and of what it recomputes.
+
+    Of the products that begin a tensor-parallel region, the gradient of the input is reduced beside the weight's gradient, and the
+    input is gathered again beside the input's gradient, if the layer is sequence-parallel; so are gradients of a region's result.
+    """
+    norms, sums = [_moved(5, layer.wide)] * 2, [_moved(3, layer.wide, masks=1), _moved(3, layer.wide)] * 2
+    first, last = _linears(layer)[::2], _linears(layer)[1::2]
+    ending = [_product(1, m, k, n) for _, m, n, k in last] + [_product(1, n, k, m) for _, m, n, k in last]
+    inside = [*_core_backward(layer), *ending, _moved(3, _inner(layer))]
+    seconds = _seconds(cluster, inside + norms + sums) + 2 * _gathered(cluster, layer)
+    for _, m, n, k in first:
+        of_input, of_weight = (_seconds(cluster, [_product(1, *sizes)]) for sizes in ((m, k, n), (n, k, m)))
+        seconds += overlapped_seconds(cluster.device, of_input, _gathered(cluster, layer))
+        seconds += overlapped_seconds(cluster.device, of_weight, _reduced(cluster, layer))
     if layer.recompute == "full":
         return seconds + forward_seconds(cluster, layer)
     return seconds + (_seconds(cluster, _core(layer)) if layer.recompute == "selective" else 0.0)
@@ -146,6 +141,10 @@ def _product(batch: int, m: int, n: int, k: int) -> OperatorWork:
 
 def _moved(tensors: int, numbers: int, masks: int = 0) -> OperatorWork:
     return OperatorWork(kind="other", flops=0, num_bytes=numbers * (HALF * tensors + masks), dtype="float16")
+
+
+def _gathered(cluster: Cluster, layer: Layer) -> float:
+    return _sent(cluster, layer, "all_gather") if layer.sequence_parallel else 0.0
 
 
 def _reduced(cluster: Cluster, layer: Layer) -> float:
