@@ -35,6 +35,7 @@ ORDER = [
     ["train.from_torch"],
     ["asynchronous"],
     ["asynchronous.roles"],
+    ["planner.on_clusters"],
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],

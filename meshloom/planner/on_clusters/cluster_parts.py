@@ -17,9 +17,9 @@ from meshloom.core.plan import Plan
 from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.planner.memory.fake_step import FakeStep, NeedsValuesError
 from meshloom.planner.memory.unit_bytes import unit_bytes
-from meshloom.planner.on_clusters.part import Part
+from meshloom.planner.on_clusters.part import ModelPart
 from meshloom.planner.on_clusters.records import Did
-from meshloom.planner.on_clusters.step import Pricer, Totals
+from meshloom.planner.on_clusters.step import StepPricer, Totals
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates
 from meshloom.telemetry.timings import Timings
@@ -44,9 +44,9 @@ class ClusterParts:
         self._readings = Readings(lowered(in_precision(job, plan), plan), cache, timings)
         self._cluster, self._compiled = cluster, compiled
         self._seconds: dict[Did, float] = {}
-        self._parts: dict[int, Part | PlanError] = {}
+        self._parts: dict[int, ModelPart | PlanError] = {}
 
-    def of(self, tp: int) -> Part:
+    def of(self, tp: int) -> ModelPart:
         """Raises `CaptureError` where the loss cannot be captured, and `PlanError` where it cannot be divided."""
         if tp not in self._parts:
             try:
@@ -59,13 +59,13 @@ class ClusterParts:
         return found
 
     @cached_property
-    def pricer(self) -> Pricer:
+    def pricer(self) -> StepPricer:
         """Of plans."""
         return self.pricer_of(self._cluster)
 
-    def pricer_of(self, cluster: Cluster) -> Pricer:
+    def pricer_of(self, cluster: Cluster) -> StepPricer:
         """Of plans on as many hosts of the same kind as it has."""
-        return Pricer(cluster, self._totals)
+        return StepPricer(cluster, self._totals)
 
     @cached_property
     def _totals(self) -> Totals:
@@ -84,7 +84,7 @@ class ClusterParts:
             batch=sum(each.meta.num_bytes for each in program.inputs) // SAMPLES[0],
         )
 
-    def _part(self, tp: int) -> Part:
+    def _part(self, tp: int) -> ModelPart:
         readings = [self._readings.of(samples) for samples in SAMPLES]
         programs = [each.program for each in readings]
         if tp > 1:
@@ -98,7 +98,7 @@ class ClusterParts:
                     f"Microbatches of {SAMPLES[0]} and {SAMPLES[1]} samples cannot be divided alike over tp={tp}."
                 )
             programs = [divided.of(0).program, partition(again).of(0).program]
-        return Part(
+        return ModelPart(
             (programs[0], programs[1]),
             SAMPLES,
             tp,

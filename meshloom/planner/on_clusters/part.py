@@ -46,7 +46,7 @@ class StageWork:
     buffers: int
 
 
-class Part:
+class ModelPart:
     """programs: of microbatches of `samples`, two sizes. seconds: of what a rank does. rates: for choices of cuts and of what is computed again.
     compiled: whether chains of operators run as one."""
 
@@ -107,6 +107,10 @@ class Part:
         """Of a microbatch on one rank, forward and backward, without what is computed again."""
         works = (each for found in self._did(samples) for side in found for each in side)
         return sum(each.flops * each.times for each in works if isinstance(each, OperatorWork))
+
+    def forwards(self, samples: int) -> list[tuple[list[Did], float]]:
+        """Of each node, what its forward does, and for how long."""
+        return [(there, self._of(there)) for there, _ in self._did(samples)]
 
     def _bounds(self, count: int, recompute: str) -> list[tuple[int, int]]:
         if (count, recompute) not in self._cuts:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from meshloom.clusters.cluster import Cluster
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.planner.on_clusters.part import Part
-from meshloom.planner.on_clusters.step import ClusterStep, Pricer, stages_per_rank
+from meshloom.planner.on_clusters.part import ModelPart
+from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, stages_per_rank
 
 Objective = Literal["time", "memory"]
-Parts = Callable[[int], Part]  # of a size of tp; raises `PlanError`
+PartOf = Callable[[int], ModelPart]  # of a size of tp; raises `PlanError`
 FINALISTS = 24  # plans whose schedules are executed on paper
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 _RECOMPUTE = ("none", "selective", "full")
@@ -35,7 +35,7 @@ class Searched:
 
 
 def search(
-    parts: Parts, pricer: Pricer, cluster: Cluster, batch: int, *, precision: str = "float32", fixed: Mapping[str, Any] | None = None,
+    parts: PartOf, pricer: StepPricer, cluster: Cluster, batch: int, *, precision: str = "float32", fixed: Mapping[str, Any] | None = None,
     objective: Objective = "time", plans: tuple[Plan, ...] = (), finalists: int = FINALISTS,
 ) -> Searched:  # fmt: skip
     """batch: samples of the global batch. fixed: settings that all plans have. plans: price these alone. finalists: of how many the schedule is executed on paper."""

@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
-from meshloom.planner.on_clusters.part import Part, StageWork
+from meshloom.planner.on_clusters.part import ModelPart, StageWork
 
 SLOWED = 1.1  # computation beside communication, and communication beside it (Galvatron: 1.1 to 1.3)
 FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
@@ -58,14 +58,14 @@ class ClusterStep:
         return sum(self.memory.values())
 
 
-class Pricer:
+class StepPricer:
     """Of plans on one cluster."""
 
     def __init__(self, cluster: Cluster, totals: Totals) -> None:
         self._cluster, self._totals = cluster, totals
         self._collective: dict[tuple[str, int, int, int], float] = {}
 
-    def step(self, plan: Plan, part: Part, samples: int, *, simulated: bool = False) -> ClusterStep:
+    def step(self, plan: Plan, part: ModelPart, samples: int, *, simulated: bool = False) -> ClusterStep:
         """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
         schedule_stages = plan.num_stages // plan.pp if plan.pp > 1 else 1
         stages = part.stages(plan.pp * schedule_stages, samples, plan.recompute)
