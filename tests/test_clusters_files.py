@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.clusters.cluster import load, named
+from meshloom.clusters.cluster import changed, load, named
 from meshloom.clusters.constants import MOST_FITTED, shipped_names
 from meshloom.core.errors import MachineError
 
@@ -83,6 +83,20 @@ def test_the_fabric_is_chosen():
     assert (fabric.rails, fabric.rail_bytes_per_second) == (2, 12.5e9)
 
 
+def test_constants_are_changed_and_the_rest_stays():
+    cluster = named("h200-sxm", hosts=4, fabric="4x200")
+    other = changed(cluster, {"host.base_seconds": 1e-3, "device.peak_flops.float32": 5e13})
+    assert (other.host.base_seconds, other.device.peak_flops["float32"]) == (1e-3, 5e13)
+    assert (other.hosts, other.fabric, other.device.memory_bytes) == (
+        4,
+        cluster.fabric,
+        cluster.device.memory_bytes,
+    )
+    assert changed(cluster, {}) == cluster
+    with pytest.raises(MachineError, match="h200-sxm has no constant host.speed. It has device.memory_bytes"):
+        changed(cluster, {"host.speed": 1.0})
+
+
 def refusal(folder: Path, text: str) -> str:
     with pytest.raises(MachineError) as caught:
         load(written(folder, text))
@@ -151,6 +165,26 @@ def test_a_constant_without_a_source(tmp_path: Path, constant: str):
 )
 def test_a_constant_that_cannot_be(tmp_path: Path, line: str, sentence: str):
     assert sentence in refusal(tmp_path, f'inherit = "h200-sxm"\n[fabric]\n{line}')
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("links = { value = [[0, 1]], fitted = 'a.csv: all' }", "Write [[GPU, GPU, HOW MANY], ...]."),
+        ("links = { value = 3, fitted = 'a.csv: all' }", "Write [[GPU, GPU, HOW MANY], ...]."),
+        ("links = { value = [[0, 8, 1]], fitted = 'a.csv: all' }", "do not join two of 8 GPUs"),
+        ("links = { value = [[5, 5, 1]], fitted = 'a.csv: all' }", "do not join two of 8 GPUs"),
+        ("links = { value = [[0, 1, 1]], fitted = 'a.csv: all' }", "need a rate"),
+        ("in_switch_ranks = { value = 5, fitted = 'a.csv: all' }", "need a rate"),
+        ("gpus = { value = 8.0, fitted = 'a.csv: all' }", "is 8.0, and must be a whole number above 0"),
+        (
+            "peak_flops.int8 = { value = 1, fitted = 'a.csv: all' }",
+            "host.peak_flops.int8 of mine is no constant of a cluster",
+        ),
+    ],
+)
+def test_links_that_cannot_be(tmp_path: Path, line: str, sentence: str):
+    assert sentence in refusal(tmp_path, f'inherit = "a100-80gb-sxm"\n[host]\n{line}')
 
 
 def test_what_is_missing_is_named(tmp_path: Path):

@@ -10,9 +10,10 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.planner.fit import fitted, mean_error
 from benchmarks.planner.main import score
 from benchmarks.planner.measured_tables import Row, layer_times, nccl_all_reduce
-from meshloom.clusters.cluster import Cluster, named
+from meshloom.clusters.cluster import Cluster, changed, named
 from meshloom.clusters.collective_seconds import collective_seconds, overlapped_seconds
 from meshloom.clusters.constants import shipped_names
 from meshloom.clusters.operator_seconds import operator_seconds
@@ -86,9 +87,9 @@ def test_hosts_of_published_sweeps():
 
 def test_a_missing_row_is_counted_and_not_scored():
     rows = [
-        Row(name="a", cluster="c", measured=1.0, predicted=1.1, naive=2.0),
-        Row(name="b", cluster="c", measured=2.0, predicted=1.8, naive=3.0),
-        Row(name="c", cluster="c", measured=1.0, missing="float8"),
+        Row(name="a", model="m", cluster="c", measured=1.0, predicted=1.1, naive=2.0),
+        Row(name="b", model="m", cluster="c", measured=2.0, predicted=1.8, naive=3.0),
+        Row(name="c", model="m", cluster="c", measured=1.0, missing="float8"),
     ]
     scores = score(rows)
     assert (scores["rows"], scores["missing"]) == (3, 1)
@@ -97,6 +98,28 @@ def test_a_missing_row_is_counted_and_not_scored():
         0.0,
         75.0,
     )
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows():
+    cluster, paths = named("a100-80gb-sxm"), ("host.base_seconds", "host.peer_bytes_per_second")
+    truth = changed(cluster, dict(zip(paths, (2e-5, 1.5e11), strict=True)))
+
+    def rows_of(values: Sequence[float]) -> list[Row]:
+        guess = changed(cluster, dict(zip(paths, values, strict=True)))
+        return [
+            Row(
+                name="", model=str(ranks), cluster=cluster.name,
+                measured=collective_seconds(truth, "all_reduce", size, range(ranks)) * (1 if ranks < 8 else 5),
+                predicted=collective_seconds(guess, "all_reduce", size, range(ranks)),
+            )
+            for ranks in (2, 5, 8) for size in SIZES
+        ]  # fmt: skip
+
+    found = fitted(rows_of, [cluster.constants[path].value for path in paths], without=("8",))
+    assert found == pytest.approx([2e-5, 1.5e11], rel=0.01)  # the search ends near them
+    assert mean_error(rows_of(found)) == pytest.approx(
+        0.8 / 3, rel=0.01
+    )  # of a third of the rows four fifths
 
 
 # -- rings and trees

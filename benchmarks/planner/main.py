@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
+
+from meshloom.clusters.cluster import named
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from measured_tables import TABLES, Row
@@ -37,7 +39,7 @@ def main() -> int:
     arguments = parser.parse_args()
     records: list[dict[str, Any]] = []
     for name, rows_of in TABLES.items():
-        rows = list(rows_of(arguments.tables))
+        rows = list(rows_of(arguments.tables, named))
         for cluster in dict.fromkeys(row.cluster for row in rows):
             scores = score([row for row in rows if row.cluster == cluster])
             print(f"{name}, {cluster}: {scores}", file=sys.stderr)
@@ -66,7 +68,7 @@ def _errors(pairs: Sequence[tuple[float, float]], prefix: str) -> dict[str, floa
         "mean_percent": np.abs(errors).mean() * 100,
         "p90_percent": np.quantile(np.abs(errors), 0.9) * 100,
         "signed_percent": errors.mean() * 100,
-        "rank_correlation": spearmanr(predicted, measured)[0],
+        "rank_correlation": np.corrcoef(rankdata(predicted), rankdata(measured))[0, 1],
     }
     return {prefix + name: round(float(value), 3) for name, value in scores.items()}
 

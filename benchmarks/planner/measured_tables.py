@@ -1,6 +1,7 @@
 """Rows of published tables, each with its measured seconds, the predicted ones, and those of a naive baseline that knows one constant.
 
-A table is one function of the folder of tables and a line of TABLES. A row that cannot be expressed says why.
+A table is one function of the folder of tables and of what makes a cluster of a name, and a line of TABLES. A row that cannot be
+expressed says why.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from meshloom.clusters.collective_seconds import collective_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured time. missing: why it cannot be predicted, if so. fitted: constants of the cluster's file that
-    were fitted on rows of this table."""
+    """One measured time.
+
+    model: what is left out together where constants are fitted without it.
+    missing: why it cannot be predicted, if so.
+    fitted: constants of the cluster's file that were fitted on rows of this table.
+    """
 
     name: str
+    model: str
     cluster: str
     measured: float
     predicted: float = 0.0
@@ -31,17 +37,22 @@ class Row:
     fitted: tuple[str, ...] = ()
 
 
-def nccl_all_reduce(folder: Path) -> Iterator[Row]:
+Clusters = Callable[[str], Cluster]
+
+
+def nccl_all_reduce(folder: Path, clusters: Clusters = named) -> Iterator[Row]:
     """Naive: one bus bandwidth, the median of all rows of the GPU."""
     table = "vtrain_nccl_allreduce_lut_sample.csv"
     lines = read_table(folder / table)
-    for gpu, cluster in (("a100", named("a100-80gb-sxm")), ("v100", named("v100-32gb-sxm"))):
+    for gpu, name in (("a100", "a100-80gb-sxm"), ("v100", "v100-32gb-sxm")):
+        cluster = clusters(name)
         own = [line for line in lines if line["gpu"] == gpu]
         bandwidth = statistics.median(float(line["busbw_GBps"]) for line in own) * 1e9
         for line in own:
             ranks, num_bytes = int(line["n_gpus"]), int(line["size_MiB"]) * 2**20
             yield Row(
                 name=f"{gpu} {ranks} GPUs {line['size_MiB']} MiB",
+                model=f"{ranks} GPUs",
                 cluster=cluster.name,
                 measured=int(line["allreduce_time_ns"]) * 1e-9,
                 predicted=collective_seconds(cluster, "all_reduce", num_bytes, range(ranks)),
@@ -59,10 +70,10 @@ LAYERS: dict[str, tuple[bool, Recompute]] = {  # whether sequence parallel, and 
 }
 
 
-def layer_times(folder: Path) -> Iterator[Row]:
+def layer_times(folder: Path, clusters: Clusters = named) -> Iterator[Row]:
     """Naive: one utilisation of the peak, the median of all rows."""
     table = "korthikanti_table4_layer_time.csv"
-    cluster = named("a100-80gb-sxm")
+    cluster = clusters("a100-80gb-sxm")
     found: list[tuple[str, float, float, int]] = []  # name, measured, predicted, FLOPs
     for line in read_table(folder / table):
         sequence_parallel, recompute = LAYERS[line["experiment"]]
@@ -88,6 +99,7 @@ def layer_times(folder: Path) -> Iterator[Row]:
     for name, measured, predicted, flops in found:
         yield Row(
             name=name,
+            model="22B",
             cluster=cluster.name,
             measured=measured,
             predicted=predicted,
@@ -96,7 +108,7 @@ def layer_times(folder: Path) -> Iterator[Row]:
         )
 
 
-TABLES: dict[str, Callable[[Path], Iterator[Row]]] = {
+TABLES: dict[str, Callable[[Path, Clusters], Iterator[Row]]] = {
     "NCCL all-reduce": nccl_all_reduce,
     "Korthikanti table 4": layer_times,
 }

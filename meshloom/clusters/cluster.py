@@ -74,6 +74,19 @@ class HostLinks:
     in_switch_bytes_per_second: float = 0.0
     in_switch_ranks: int = 0
 
+    def __post_init__(self) -> None:
+        apart = [
+            link for link in self.links if not 0 <= link[0] < self.gpus > link[1] >= 0 or link[0] == link[1]
+        ]
+        if apart:
+            raise MachineError(f"The links {apart} do not join two of {self.gpus} GPUs.")
+        if (self.links and not self.link_bytes_per_second) or (
+            self.in_switch_ranks and not self.in_switch_bytes_per_second
+        ):
+            raise MachineError(
+                "Links and switches need a rate: add link_bytes_per_second or in_switch_bytes_per_second to [host]."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
@@ -89,6 +102,10 @@ class Fabric:
     hop_seconds: float
     rails: int = 0
     rail_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rails and not self.rail_bytes_per_second:
+            raise MachineError(f"{self.rails} rails need a rate: add rail_bytes_per_second to [fabric].")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +162,39 @@ def load(path: str | Path, hosts: int = 1, fabric: str | None = None) -> Cluster
     )
 
 
+def changed(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
+    """Return the cluster with other values of some constants, by path. Raises `MachineError`.
+
+    >>> changed(named("h200-sxm"), {"device.product_efficiency": 0.5}).device.product_efficiency
+    0.5
+    """
+    unknown = sorted(values.keys() - cluster.constants.keys())
+    if unknown:
+        raise MachineError(
+            f"{cluster.name} has no constant {', '.join(unknown)}. It has {', '.join(cluster.constants)}."
+        )
+    constants = {
+        path: replace(constant, value=values.get(path, constant.value))
+        for path, constant in cluster.constants.items()
+    }
+    other = _cluster(cluster.name, constants, 1, None)
+    rails, rate = cluster.fabric.rails, cluster.fabric.rail_bytes_per_second
+    fabric = replace(other.fabric, rails=rails, rail_bytes_per_second=rate)
+    return replace(other, hosts=cluster.hosts, fabric=fabric)
+
+
 def _cluster(name: str, constants: Mapping[str, Constant], hosts: int, fabric: str | None) -> Cluster:
-    tables: dict[str, dict[str, Any]] = {"device": {"peak_flops": {}}, "host": {}, "fabric": {}, "price": {}}
+    tables: dict[str, dict[str, Any]] = {
+        section: {} for section in ("device", "device.peak_flops", "host", "fabric", "price")
+    }
     for path, constant in constants.items():
-        *sections, key = path.split(".")
-        table = tables.get(sections[0] if sections else "")
-        if table is None or sections[1:] not in ([], ["peak_flops"]):
+        section, _, key = path.rpartition(".")
+        if section not in tables:
             raise MachineError(
                 f"{path} of {name} is no constant of a cluster. Its sections are {', '.join(tables)}."
             )
-        (table["peak_flops"] if sections[1:] else table)[key] = _checked(path, constant.value, name)
+        tables[section][key] = _checked(path, constant.value, name)
+    tables["device"]["peak_flops"] = tables.pop("device.peak_flops")
     wire = _part(Fabric, tables["fabric"], f"fabric of {name}")
     return Cluster(
         name=name,
@@ -168,20 +208,30 @@ def _cluster(name: str, constants: Mapping[str, Constant], hosts: int, fabric: s
 
 
 def _checked(path: str, value: Any, name: str) -> Any:
-    if isinstance(value, list) and path == "host.links":
-        return tuple((int(one), int(other), int(count)) for one, other, count in value)
-    if (value, path) == (0, "fabric.rails"):
-        return 0
+    if path == "host.links":
+        return _links(value, name)
+    whole = path in ("host.gpus", "host.in_switch_ranks", "fabric.rails", "device.multiprocessors")
+    least = 0 if path == "fabric.rails" else 1 if whole else math.ulp(0)
     if (
         isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
+        or not isinstance(value, int if whole else int | float)
+        or not least <= value < math.inf
     ):
-        raise MachineError(f"{path} of {name} is {value!r}, and must be a number above 0.")
+        raise MachineError(
+            f"{path} of {name} is {value!r}, and must be a {'whole ' if whole else ''}number above 0."
+        )
     if path.endswith("efficiency") and value > 1:
         raise MachineError(f"{path} of {name} is {value}, and a share is at most 1.")
     return value
+
+
+def _links(value: Any, name: str) -> tuple[tuple[int, int, int], ...]:
+    try:
+        return tuple((int(one), int(other), int(count)) for one, other, count in value)
+    except (TypeError, ValueError) as error:
+        raise MachineError(
+            f"host.links of {name} is {value!r}. Write [[GPU, GPU, HOW MANY], ...]."
+        ) from error
 
 
 def _part(part: type[Part], values: dict[str, Any], where: str) -> Part:
