@@ -22,7 +22,7 @@ from meshloom.pipeline.stages.stage_traffic import sent_over_tp
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
-from meshloom.planner.on_clusters.records import NodeRecord, records_of
+from meshloom.planner.on_clusters.rank_records import NodeRecord, records_of
 from meshloom.planner.on_clusters.search import search
 from meshloom.planner.on_clusters.step import ClusterStep, chunks_in_flight
 from meshloom.planner.readings import Readings

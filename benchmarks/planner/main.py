@@ -22,6 +22,7 @@ from meshloom.clusters.cluster import named
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from measured_tables import TABLES, Row
 from records import write_records
+from training_runs import RUN_TABLES
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     records: list[dict[str, Any]] = []
-    for name, rows_of in TABLES.items():
+    for name, rows_of in {**TABLES, **RUN_TABLES}.items():
         rows = list(rows_of(arguments.tables, named))
         for cluster in dict.fromkeys(row.cluster for row in rows):
             scores = score([row for row in rows if row.cluster == cluster])

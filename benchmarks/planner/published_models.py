@@ -149,24 +149,22 @@ class _Costs:
 
 
 class PublishedPart:
-    """Stands for a `ModelPart` in `StepPricer.step`: its stages are those of the run. recompute: none, full, third (of a forward), or attention (Korthikanti's
-    selective one)."""
+    """Stands for a `ModelPart` in `StepPricer.step`: its stages are those of the run. recompute: none, full, third (of a forward), or attention
+    (Korthikanti's selective one)."""
 
     def __init__(
         self, shape: Shape, cluster: Cluster, tp: int, *, recompute: str = "none", compiled: bool = True
     ) -> None:
-        self._shape, self._recompute, self._key = (
-            shape,
-            recompute,
-            (replace(shape, layers=0), cluster.name, tp, compiled),
-        )
+        self._shape, self._recompute, self._tp = shape, recompute, tp
+        made = (_parts(replace(shape, layers=0), cluster.name, blocks, compiled) for blocks in FEW)
+        self._few, self._more = (each.priced_on(cluster) for each in made)
 
-    def pricer_on(self, cluster: Cluster) -> StepPricer:
-        """Of plans on as many hosts as that has."""
-        return _parts(self._key[0], self._key[1], FEW[0], self._key[3]).pricer_of(cluster)
+    @property
+    def pricer(self) -> StepPricer:
+        return self._few.pricer
 
     def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
-        costs, layers = _costs(*self._key, samples), self._shape.layers
+        costs, layers = self._costs(samples), self._shape.layers
         block = costs.block
         if self._recompute == "full":
             block = replace(
@@ -193,18 +191,17 @@ class PublishedPart:
         )
         return tuple(found)
 
-
-@cache
-def _costs(shape: Shape, cluster: str, tp: int, compiled: bool, samples: int) -> _Costs:
-    made = [_parts(shape, cluster, blocks, compiled) for blocks in FEW]
-    few, more = (each.of(tp).stages(1, samples, "none")[0] for each in made)
-    two = made[0].of(tp).stages(2, samples, "none")
-    block = replace(
-        _times(_sum(more, few, -1), 1 / (FEW[1] - FEW[0])), sent=two[0].sent, returned=two[0].returned
-    )
-    return _Costs(
-        block=block, ends=_sum(few, block, -FEW[0]), attention=_attention_seconds(made[0].of(tp), samples)
-    )
+    def _costs(self, samples: int) -> _Costs:
+        few, more = (each.of(self._tp) for each in (self._few, self._more))
+        one, other, two = (
+            few.stages(1, samples, "none")[0],
+            more.stages(1, samples, "none")[0],
+            few.stages(2, samples, "none")[0],
+        )
+        block = replace(
+            _times(_sum(other, one, -1), 1 / (FEW[1] - FEW[0])), sent=two.sent, returned=two.returned
+        )
+        return _Costs(block=block, ends=_sum(one, block, -FEW[0]), attention=_attention_seconds(few, samples))
 
 
 @cache

@@ -6,12 +6,12 @@ Naive: one utilisation of the peak for all runs of a cluster, the median.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from measured_tables import Row, fitted_on, read_table
+from measured_tables import Clusters, Row, fitted_on, read_table
 from published_models import PublishedPart, Shape
 
 from meshloom.clusters.cluster import Cluster, named
@@ -35,6 +35,10 @@ class Run:
     missing: str = ""
 
     @property
+    def model(self) -> str:
+        return f"{self.shape.kind} {self.shape.hidden} x {self.shape.layers}"
+
+    @property
     def flops(self) -> float:
         """6 per parameter and token, and the scores' (Narayanan et al., 2021)."""
         shape, tokens = self.shape, self.plan.dp * self.plan.microbatches * self.samples * self.shape.length
@@ -44,7 +48,7 @@ class Run:
         part = PublishedPart(
             self.shape, self.cluster, self.plan.tp, recompute=self.recompute, compiled=self.compiled
         )
-        return part.pricer_on(self.cluster).step(self.plan, part, self.samples, simulated=True)
+        return part.pricer.step(self.plan, part, self.samples, simulated=True)
 
 
 def _gpt(line: dict[str, str], kind: str, vocabulary: int, length: int) -> Shape:
@@ -59,11 +63,15 @@ def _gpt(line: dict[str, str], kind: str, vocabulary: int, length: int) -> Shape
     )
 
 
+def _on(clusters: Clusters, name: str, hosts: int = 1) -> Cluster:
+    return replace(clusters(name), hosts=hosts)
+
+
 def _schedule(virtual: int) -> dict[str, object]:
     return {"schedule": "interleaved", "virtual_stages": virtual} if virtual > 1 else {}
 
 
-def sc21_table_1(folder: Path) -> Iterator[Run]:
+def sc21_table_1(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """All blocks computed again; gradients are all-reduced."""
     for line in read_table(folder / "megatron_sc21_table1_weak_scaling.csv"):
         tp, pp, gpus, samples = (int(line[name]) for name in ("tp", "pp", "n_gpus", "microbatch"))
@@ -76,12 +84,12 @@ def sc21_table_1(folder: Path) -> Iterator[Run]:
             dp=dp, pp=pp, tp=tp, microbatches=batch // dp // samples, precision="bf16", **_schedule(virtual)
         )
         yield Run(
-            name=f"{line['params_billion']}B", shape=shape, plan=plan, samples=samples, cluster=named("a100-80gb-sxm", hosts=gpus // 8),
+            name=f"{line['params_billion']}B", shape=shape, plan=plan, samples=samples, cluster=_on(clusters, "a100-80gb-sxm", hosts=gpus // 8),
             measured=float(line["step_time_s_DERIVED"]), recompute="full",
         )  # fmt: skip
 
 
-def sc21_table_2(folder: Path) -> Iterator[Run]:
+def sc21_table_2(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """Rows of tensor and pipeline parallelism, and of ZeRO-3, whose network the paper's own figures do not explain. Virtual stages as in table 1."""
     shapes = {
         "174.6": Shape(kind="gpt-2021", hidden=12288, heads=96, layers=96, vocabulary=51200, length=2048),
@@ -98,12 +106,12 @@ def sc21_table_2(folder: Path) -> Iterator[Run]:
         days = float(line["days_for_300B_tokens"])
         yield Run(
             name=f"{line['scheme']} {line['params_billion']}B {gpus} GPUs", shape=shape, plan=plan, samples=samples,
-            cluster=named("a100-80gb-sxm", hosts=gpus // 8), measured=days * 86400 / (300e9 / batch / 2048), recompute="full",
+            cluster=_on(clusters, "a100-80gb-sxm", hosts=gpus // 8), measured=days * 86400 / (300e9 / batch / 2048), recompute="full",
             missing="the published times imply 12.5 to 17.6 of a rail's 25 GB/s" if inside == 1 else "",
         )  # fmt: skip
 
 
-def korthikanti_tables(folder: Path) -> Iterator[Run]:
+def korthikanti_tables(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """Full recomputation, and attention alone together with sequence parallelism, which is how tp divides here in both."""
     for line in read_table(folder / "korthikanti_table3_5_iteration_time.csv"):
         tp, pp, gpus, dp, samples = (int(line[name]) for name in ("tp", "pp", "n_gpus", "dp", "microbatch"))
@@ -120,11 +128,11 @@ def korthikanti_tables(folder: Path) -> Iterator[Run]:
             if line[column]:
                 yield Run(
                     name=f"{line['model']} {gpus} GPUs, {recompute} again", shape=shape, plan=plan, samples=samples,
-                    cluster=named("a100-80gb-sxm", hosts=gpus // 8), measured=float(line[column]), recompute=recompute,
+                    cluster=_on(clusters, "a100-80gb-sxm", hosts=gpus // 8), measured=float(line[column]), recompute=recompute,
                 )  # fmt: skip
 
 
-def megatron_core(folder: Path) -> Iterator[Run]:
+def megatron_core(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """Rule: microbatches of one sample, or two without pp; two virtual stages where pp > 1 divides the blocks so; sharded optimizer; nothing again."""
     for line in read_table(folder / "megatron_core_h100_weak_scaling.csv"):
         tp, pp, dp, batch, gpus = (
@@ -145,7 +153,7 @@ def megatron_core(folder: Path) -> Iterator[Run]:
         h, s, v = shape.hidden, shape.length, shape.vocabulary
         flops = 72 * batch * s * shape.layers * h * h * (1 + s / (6 * h) + v / (12 * h * shape.layers))
         yield Run(
-            name=line["model"], shape=shape, plan=plan, samples=samples, cluster=named("h100-80gb-sxm", hosts=gpus // 8),
+            name=line["model"], shape=shape, plan=plan, samples=samples, cluster=_on(clusters, "h100-80gb-sxm", hosts=gpus // 8),
             measured=flops / gpus / (float(line["tflops_per_gpu"]) * 1e12),
         )  # fmt: skip
 
@@ -182,7 +190,7 @@ LLAMA_405B = Shape(
 )
 
 
-def torchtitan(folder: Path) -> Iterator[Run]:
+def torchtitan(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """Selective there: every second product again, a third of a forward."""
     for line in read_table(folder / "torchtitan_h100_2024_12.csv"):
         shape = {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B}[line["model"].partition("-")[2]]
@@ -194,13 +202,13 @@ def torchtitan(folder: Path) -> Iterator[Run]:
         plan = Plan(dp=dp, tp=tp, pp=pp, zero=3, precision="bf16", microbatches=local if pp > 1 else 1)
         yield Run(
             name=f"{line['model']} {gpus} GPUs, compile {line['compile']}, {line['act_ckpt']}, {length} tokens{', float8' * (line['float8'] == 'yes')}",
-            shape=replace(shape, length=length), plan=plan, samples=1 if pp > 1 else local, cluster=named("h100-96gb-500w", hosts=gpus // 8),
+            shape=replace(shape, length=length), plan=plan, samples=1 if pp > 1 else local, cluster=_on(clusters, "h100-96gb-500w", hosts=gpus // 8),
             measured=dp * local * length / gpus / float(line["tps_per_gpu"]), recompute="third" if line["act_ckpt"] == "selective" else "full",
             compiled=line["compile"] == "yes", missing=missing, bytes_measured=float(line["memory_gib"]) * 2**30,
         )  # fmt: skip
 
 
-def simumax_b200(folder: Path) -> Iterator[Run]:
+def simumax_b200(folder: Path, clusters: Clusters) -> Iterator[Run]:
     """Sequences of 4,096 tokens, microbatches of one; gradients in float32, sharded optimizer."""
     for line in read_table(folder / "simumax_b200_real_vs_predicted.csv"):
         words = line["case"].split("_")
@@ -222,7 +230,7 @@ def simumax_b200(folder: Path) -> Iterator[Run]:
             precision="bf16",
         )
         yield Run(
-            name=line["case"], shape=shape, plan=plan, samples=1, cluster=named("b200-sxm"), measured=float(line["real_ms"]) / 1e3,
+            name=line["case"], shape=shape, plan=plan, samples=1, cluster=_on(clusters, "b200-sxm"), measured=float(line["real_ms"]) / 1e3,
             bytes_measured=float(line["real_alloc_GiB"]) * 2**30, missing=missing,
         )  # fmt: skip
 
@@ -234,7 +242,13 @@ def seconds(runs: Sequence[Run], table: str) -> Iterator[Row]:
     )
     for run in runs:
         if run.missing:
-            yield Row(name=run.name, cluster=run.cluster.name, measured=run.measured, missing=run.missing)
+            yield Row(
+                name=run.name,
+                model=run.model,
+                cluster=run.cluster.name,
+                measured=run.measured,
+                missing=run.missing,
+            )
             continue
         naive = run.flops / run.plan.mesh.size / _peak(run.cluster) / utilisation
         yield Row(
@@ -246,11 +260,12 @@ def _peak(cluster: Cluster) -> float:
     return cluster.device.peak_flops["bfloat16"]
 
 
-def _rows(table: str, runs: partial[Iterator[Run]], folder: Path) -> Iterator[Row]:
-    return seconds(list(runs(folder)), table)
+def _rows(table: str, runs: Runs, folder: Path, clusters: Clusters = named) -> Iterator[Row]:
+    return seconds(list(runs(folder, clusters)), table)
 
 
-RUNS = {
+Runs = Callable[[Path, Clusters], Iterator[Run]]
+RUNS: dict[str, tuple[Runs, str]] = {
     "SC'21 table 1": (sc21_table_1, "megatron_sc21_table1"),
     "SC'21 table 2": (sc21_table_2, "megatron_sc21_table2"),
     "Korthikanti tables 3 and 5": (korthikanti_tables, "korthikanti_table3_5"),
@@ -258,4 +273,4 @@ RUNS = {
     "torchtitan": (torchtitan, "torchtitan"),
     "B200": (simumax_b200, "simumax_b200"),
 }
-RUN_TABLES = {name: partial(_rows, table, partial(runs)) for name, (runs, table) in RUNS.items()}
+RUN_TABLES = {name: partial(_rows, table, runs) for name, (runs, table) in RUNS.items()}

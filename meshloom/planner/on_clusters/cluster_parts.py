@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +18,8 @@ from meshloom.core.plan import Plan
 from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.planner.memory.fake_step import FakeStep, NeedsValuesError
 from meshloom.planner.memory.unit_bytes import unit_bytes
-from meshloom.planner.on_clusters.part import ModelPart
-from meshloom.planner.on_clusters.records import Did
+from meshloom.planner.on_clusters.part import ModelPart, RecordedPart, recorded
+from meshloom.planner.on_clusters.rank_records import Did
 from meshloom.planner.on_clusters.step import StepPricer, Totals
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates
@@ -44,21 +45,33 @@ class ClusterParts:
         self._readings = Readings(lowered(in_precision(job, plan), plan), cache, timings)
         self._cluster, self._compiled = cluster, compiled
         self._seconds: dict[Did, float] = {}
-        self._parts: dict[int, ModelPart | PlanError] = {}
+        self._parts: dict[int, ModelPart] = {}
+        self._recorded: dict[int, RecordedPart | PlanError] = {}
 
     def of(self, tp: int) -> ModelPart:
         """Raises `CaptureError` where the loss cannot be captured, and `PlanError` where it cannot be divided."""
         if tp not in self._parts:
+            self._parts[tp] = ModelPart(self._record(tp), lambda did: self._priced(did, tp), self._rates(tp))
+        return self._parts[tp]
+
+    def priced_on(self, cluster: Cluster) -> ClusterParts:
+        """The same, as another cluster takes it; where parameters are, the first one has decided."""
+        other = copy(self)
+        other._cluster, other._seconds, other._parts = cluster, {}, {}
+        return other
+
+    def _record(self, tp: int) -> RecordedPart:
+        if tp not in self._recorded:
             try:
-                self._parts[tp] = self._part(tp)
+                self._recorded[tp] = self._made(tp)
             except PlanError as error:
-                self._parts[tp] = error
-        found = self._parts[tp]
+                self._recorded[tp] = error
+        found = self._recorded[tp]
         if isinstance(found, PlanError):
             raise found
         return found
 
-    @cached_property
+    @property
     def pricer(self) -> StepPricer:
         """Of plans."""
         return self.pricer_of(self._cluster)
@@ -84,7 +97,7 @@ class ClusterParts:
             batch=sum(each.meta.num_bytes for each in program.inputs) // SAMPLES[0],
         )
 
-    def _part(self, tp: int) -> ModelPart:
+    def _made(self, tp: int) -> RecordedPart:
         readings = [self._readings.of(samples) for samples in SAMPLES]
         programs = [each.program for each in readings]
         if tp > 1:
@@ -98,14 +111,7 @@ class ClusterParts:
                     f"Microbatches of {SAMPLES[0]} and {SAMPLES[1]} samples cannot be divided alike over tp={tp}."
                 )
             programs = [divided.of(0).program, partition(again).of(0).program]
-        return ModelPart(
-            (programs[0], programs[1]),
-            SAMPLES,
-            tp,
-            lambda did: self._priced(did, tp),
-            self._rates(tp),
-            compiled=self._compiled,
-        )
+        return recorded(programs, SAMPLES, tp, compiled=self._compiled)
 
     def _priced(self, did: Did, tp: int) -> float:
         if did not in self._seconds:

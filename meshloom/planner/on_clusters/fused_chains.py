@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshloom.clusters.work import OperatorWork
-from meshloom.planner.on_clusters.records import NodeRecord
+from meshloom.planner.on_clusters.rank_records import NodeRecord
 from meshloom.program.ir.nodes import Meta, Node, refs_in
 from meshloom.program.ir.program import Program
 

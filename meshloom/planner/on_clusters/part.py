@@ -17,7 +17,7 @@ from meshloom.core.errors import PlanError
 from meshloom.pipeline.stages.choose_cuts import choose_cuts, line_of
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.planner.on_clusters.fused_chains import fused
-from meshloom.planner.on_clusters.records import Did, NodeRecord, records_of
+from meshloom.planner.on_clusters.rank_records import Did, NodeRecord, records_of
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.program_seconds import Seconds
 from meshloom.program.cost.rates import Rates
@@ -46,35 +46,41 @@ class StageWork:
     buffers: int
 
 
-class ModelPart:
-    """programs: of microbatches of `samples`, two sizes. seconds: of what a rank does. rates: for choices of cuts and of what is computed again.
-    compiled: whether chains of operators run as one."""
+@dataclass(frozen=True, kw_only=True)
+class RecordedPart:
+    """A rank's program of microbatches of two sizes, and what it does."""
 
-    def __init__(
-        self,
-        programs: tuple[Program, Program],
-        samples: tuple[int, int],
-        tp: int,
-        seconds: Priced,
-        rates: Rates,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        self._programs, self._samples, self._seconds, self._rates = programs, samples, seconds, rates
-        self._records = tuple(records_of(each, tp=tp) for each in programs)
-        if compiled:
-            self._records = tuple(
-                fused(each, found) for each, found in zip(programs, self._records, strict=True)
-            )
-        names = [[(node.name, node.operator.partition("(")[0]) for node in each.nodes] for each in programs]
-        did = [
-            [tuple(map(_what, (*each.forward, *each.backward))) for each in found.values()]
-            for found in self._records
-        ]
-        if names[0] != names[1] or did[0] != did[1]:
-            raise PlanError(
-                f"Microbatches of {samples[0]} and {samples[1]} samples do other things, so that others cannot be priced from these."
-            )
+    samples: tuple[int, int]
+    programs: tuple[Program, Program]
+    records: tuple[Mapping[str, NodeRecord], Mapping[str, NodeRecord]]
+
+
+def recorded(
+    programs: Sequence[Program], samples: tuple[int, int], tp: int, *, compiled: bool = False
+) -> RecordedPart:
+    """compiled: whether chains of operators run as one. Raises `PlanError` where microbatches of the two sizes do different things."""
+    records = [records_of(each, tp=tp) for each in programs]
+    if compiled:
+        records = [fused(each, found) for each, found in zip(programs, records, strict=True)]
+    names = [[(node.name, node.operator.partition("(")[0]) for node in each.nodes] for each in programs]
+    did = [
+        [tuple(map(_what, (*each.forward, *each.backward))) for each in found.values()] for found in records
+    ]
+    if names[0] != names[1] or did[0] != did[1]:
+        raise PlanError(
+            f"Microbatches of {samples[0]} and {samples[1]} samples do other things, so that others cannot be priced from these."
+        )
+    return RecordedPart(
+        samples=samples, programs=(programs[0], programs[1]), records=(records[0], records[1])
+    )
+
+
+class ModelPart:
+    """seconds: of what a rank does. rates: for choices of cuts and of what is computed again."""
+
+    def __init__(self, part: RecordedPart, seconds: Priced, rates: Rates) -> None:
+        self._programs, self._samples, self._records = part.programs, part.samples, part.records
+        self._seconds, self._rates = seconds, rates
         self._lines: dict[str, tuple[Intervals, Intervals]] = {}
         self._cuts: dict[tuple[int, str], list[tuple[int, int]]] = {}
 

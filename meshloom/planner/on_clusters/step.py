@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshloom.clusters.cluster import Cluster
-from meshloom.clusters.collective_seconds import collective_seconds
+from meshloom.clusters.collective_seconds import collective_seconds, overlapped_seconds
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 from meshloom.planner.on_clusters.part import ModelPart, StageWork
 
-SLOWED = 1.1  # computation beside communication, and communication beside it (Galvatron: 1.1 to 1.3)
 FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
 _UNIT_COPIES = 2  # of full units under zero=3: the one that computes and the next one
 # of the ramps of 1f1b, what other schedules wait (Narayanan et al., 2021; Qi et al., 2024), where stages are equal
@@ -98,7 +97,9 @@ class StepPricer:
             plan.zero, last
         )
         hidden = min(hides, covered) if plan.overlap else 0.0
-        waits = over_dp + hides - hidden + hidden * (SLOWED - 1)
+        waits = over_dp + (
+            overlapped_seconds(self._cluster.device, covered, hides) - covered if plan.overlap else hides
+        )
         breakdown = {
             "compute": compute,
             "tp": over_tp,
