@@ -26,7 +26,7 @@ from training_runs import RUN_TABLES
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Predictions beside published measurements.")
     parser.add_argument(
         "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
     )

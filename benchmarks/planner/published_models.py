@@ -241,9 +241,6 @@ def _times(one: StageWork, times: float) -> StageWork:
 
 
 def _each(value: Callable[[str], float]) -> StageWork:
-    return StageWork(
-        **{
-            each.name: value(each.name) if each.type == "float" else round(value(each.name))
-            for each in fields(StageWork)
-        }
-    )
+    found: dict[str, Any] = {each.name: value(each.name) for each in fields(StageWork)}
+    whole = {each.name for each in fields(StageWork) if each.type == "int"}
+    return StageWork(**{name: round(each) if name in whole else each for name, each in found.items()})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from measured_tables import Clusters, Row, fitted_on, read_table
 from published_models import PublishedPart, Shape
@@ -67,7 +68,7 @@ def _on(clusters: Clusters, name: str, hosts: int = 1) -> Cluster:
     return replace(clusters(name), hosts=hosts)
 
 
-def _schedule(virtual: int) -> dict[str, object]:
+def _schedule(virtual: int) -> dict[str, Any]:
     return {"schedule": "interleaved", "virtual_stages": virtual} if virtual > 1 else {}
 
 
@@ -101,7 +102,7 @@ def sc21_table_2(folder: Path, clusters: Clusters) -> Iterator[Run]:
         inside = int(line["model_parallel_size"])
         tp, pp = (8, inside // 8) if inside > 1 else (1, 1)
         dp = gpus // tp // pp
-        settings = {"zero": 3} if inside == 1 else {}
+        settings: dict[str, Any] = {"zero": 3} if inside == 1 else {}
         plan = Plan(dp=dp, pp=pp, tp=tp, microbatches=batch // dp // samples, precision="bf16", **settings)
         days = float(line["days_for_300B_tokens"])
         yield Run(

@@ -81,7 +81,7 @@ def _plans(
                 refused[f"a batch of {batch} is not divisible by dp"] += 1
                 continue
             for settings in _settings(dp, pp, batch // dp):
-                found = {"tp": tp, "pp": pp, "dp": dp, "precision": precision, **settings}
+                found: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "precision": precision, **settings}
                 if any(found.get(name, value) != value for name, value in fixed.items()):
                     continue
                 try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from meshloom.clusters.cluster import Cluster
 from meshloom.clusters.collective_seconds import collective_seconds, overlapped_seconds
@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
-from meshloom.planner.on_clusters.part import ModelPart, StageWork
+from meshloom.planner.on_clusters.part import StageWork
 
 FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
 _UNIT_COPIES = 2  # of full units under zero=3: the one that computes and the next one
@@ -57,6 +57,14 @@ class ClusterStep:
         return sum(self.memory.values())
 
 
+class Stages(Protocol):
+    """What can be cut into stages: a `ModelPart`."""
+
+    def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
+        """Of `count` stages."""
+        ...
+
+
 class StepPricer:
     """Of plans on one cluster."""
 
@@ -64,7 +72,7 @@ class StepPricer:
         self._cluster, self._totals = cluster, totals
         self._collective: dict[tuple[str, int, int, int], float] = {}
 
-    def step(self, plan: Plan, part: ModelPart, samples: int, *, simulated: bool = False) -> ClusterStep:
+    def step(self, plan: Plan, part: Stages, samples: int, *, simulated: bool = False) -> ClusterStep:
         """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
         schedule_stages = plan.num_stages // plan.pp if plan.pp > 1 else 1
         stages = part.stages(plan.pp * schedule_stages, samples, plan.recompute)
