@@ -35,6 +35,7 @@ ORDER = [
     ["train.from_torch"],
     ["asynchronous"],
     ["asynchronous.roles"],
+    ["planner.on_clusters"],
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],
@@ -76,7 +77,7 @@ ORDER = [
         "program.opaque",
         "telemetry",
     ],
-    ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
+    ["asynchronous.protocol", "clusters", "comm", "machine", "pipeline.schedules", "program.ir"],
     ["comm.liveness", "core.device", "core.losses", "core.moments"],
     ["core.modules"],
     ["core"],
@@ -86,6 +87,7 @@ PLAIN_VALUES = {  # import no torch
     "core/mesh.py", "core/plan.py", "core/exchanges.py", "core/plan_shares.py", "core/plan_text.py", "core/schedules.py",
     "core/cache.py", "core/errors.py", "core/precisions.py",
     "machine/machine.py", "machine/links.py", "machine/all_reduce_costs.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
+    "clusters/cluster.py", "clusters/collective_seconds.py", "clusters/constants.py", "clusters/operator_seconds.py", "clusters/rings.py", "clusters/work.py",
     "telemetry/progress.py", "telemetry/timings.py", "telemetry/summary.py", "telemetry/timeline.py", "telemetry/timeline_files.py",
 }  # fmt: skip
 # names that users import, and the room whose line they stand on

@@ -230,6 +230,22 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)"
     )  # fmt: skip
     plan.add_argument(
+        "--cluster", metavar="NAME", help="price plans for all GPUs of a cluster that is not here: a name like h100-80gb-sxm, or a file"
+    )  # fmt: skip
+    plan.add_argument(
+        "--fabric", metavar="NxGBITS", help="what joins its hosts, like 8x400: eight rails of 400 Gb/s a host"
+    )
+    plan.add_argument(
+        "--fix", metavar="SETTINGS", help="settings that all plans for it have, like tp=8,zero=1"
+    )
+    plan.add_argument(
+        "--objective",
+        choices=["time", "memory"],
+        default="time",
+        help="what the best plan for it takes least of (default: time)",
+    )
+    plan.add_argument("--compare", nargs="+", metavar="PLAN", help="price these plans for it side by side")
+    plan.add_argument(
         "--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took"
     )  # fmt: skip
     plan.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)

@@ -159,6 +159,10 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
                 try_here(job, arguments.transport, arguments.trial_steps, Path(arguments.trial))
                 return 0
+            if arguments.cluster:
+                from meshloom.cli.verb_plan_cluster import price_for_cluster
+
+                return price_for_cluster(arguments, job, records)
             from meshloom.cli.verb_plan import price_plans
 
             return price_plans(arguments, job, records)

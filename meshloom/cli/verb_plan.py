@@ -44,6 +44,11 @@ def price_plans(arguments: argparse.Namespace, job: Job, records: Records) -> in
         raise PlanError(
             f"--try trains on this machine, and --hosts {wish.hosts} prices plans for several. Leave one of them out."
         )
+    for name in ("fabric", "fix", "compare"):
+        if vars(arguments)[name]:
+            raise PlanError(
+                f"--{name} is of a cluster that is not here. Add --cluster with its name, or leave it out."
+            )
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
     rehearsed = "simulated" if wish.machine or wish.hosts > 1 else "cpu"
     for plan in plans or ():

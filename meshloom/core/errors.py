@@ -58,7 +58,7 @@ class DeviceError(MeshloomError):
 
 
 class MachineError(MeshloomError):
-    """Measurements of a machine that are missing, invalid, or do not cover what is needed."""
+    """Measurements of a machine, or constants of a cluster, that are missing, invalid, or do not cover what is needed."""
 
     exit_code = 2
 

@@ -7,17 +7,14 @@ partial sums that are reduced, draws of a shard. Nothing is sent to other ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.core.modules.casts import FrozenCasts, cast_of
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.cost.cost_fake import (
@@ -28,12 +25,10 @@ from meshloom.program.cost.cost_fake import (
     leaves,
     run_nodes,
 )
+from meshloom.program.cost.one_rank import Unheard, alone
 from meshloom.program.cost.shortened import node_by_node
-from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
-from meshloom.program.operators.collectives import Joint
-from meshloom.program.operators.experts import rows_here
 
 
 def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0, *, in_units: bool = False) -> int:
@@ -48,7 +43,7 @@ def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0, *, in_units: bool
         kept = node_by_node(
             _of_what_is_used(stage.program),
             lambda program: _kept_bytes(
-                _alone(program, _Unheard(num_ranks, rank)), received, in_units=in_units
+                alone(program, Unheard(num_ranks, rank)), received, in_units=in_units
             ),
         )
         inputs = zip(stage.program.inputs, fake_inputs(stage.program), strict=True)
@@ -105,70 +100,3 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def _alone(program: Program, group: Group) -> Program:
-    """The program with the operators that communicate, and those that read values, as one rank computes them
-    by shapes."""
-
-    def one(node: Node) -> Node:
-        target = node.target
-        if isinstance(target, Joint):
-            return replace(node, target=lambda *args, joint=target: joint.run(group, *args))
-        if target is rows_here:
-            (meta,) = node.outputs
-            empty = partial(torch.empty, meta.shape, dtype=torch.int64, device=program.device)
-            return replace(node, target=lambda *_, empty=empty: empty())
-        return node
-
-    return replace(program, nodes=tuple(map(one, program.nodes)))
-
-
-class _Done(Work):
-    def wait(self) -> None:
-        pass
-
-    def is_finished(self) -> bool:
-        return True
-
-
-class _Unheard(Group):
-    """One of some ranks, without the others: what it would receive has a shape and no values."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = size, rank
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return _Done()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return _Done()
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return _Done()
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> Work:
-        return _Done()
-
-    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        return _Done()
-
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return _Done()
-
-    def send(self, tensor: Tensor, destination: int) -> Work:
-        return _Done()
-
-    def recv(self, tensor: Tensor, source: int) -> Work:
-        return _Done()
-
-    def barrier(self) -> Work:
-        return _Done()
-
-    def abort(self) -> None:
-        pass

@@ -81,10 +81,69 @@ class Cost:
 def costs(program: Program) -> dict[str, Cost]:
     """Node name -> its cost, in the program's order. Allocates no tensors: the program may be of any size."""
     with fake_tensors():
-        return node_by_node(program, _costs, _renamed)
+        return node_by_node(
+            program, _costs, lambda cost, names: replace(cost, kept=renamed_memory(cost.kept, names))
+        )
 
 
 def _costs(program: Program) -> dict[str, Cost]:
+    forward, backward = _Meter(), _Meter()
+    kept = run_metered(program, forward, backward)
+    return {
+        node.name: Cost(
+            flops=forward.flops[index],
+            backward_flops=backward.flops[index],
+            read_bytes=forward.read[index],
+            written_bytes=forward.written[index],
+            backward_read_bytes=backward.read[index],
+            backward_written_bytes=backward.written[index],
+            kept=kept.get(index, ()),
+        )
+        for index, node in enumerate(program.nodes)
+    }
+
+
+def renamed_memory(kept: Iterable[SavedTensor], names: Mapping[str, str]) -> tuple[SavedTensor, ...]:
+    """Of the counterpart of a node in another block. names: value -> its counterpart there."""
+
+    def moved(each: SavedTensor) -> SavedTensor:
+        value, colon, number = each.memory.partition(":")
+        return replace(each, memory=names.get(value, value) + colon + number)
+
+    return tuple(map(moved, kept))
+
+
+class Meter(TorchDispatchMode):
+    """Is told of each ATen call that computes, and of the index of its node. now: of the node whose call this is, as far as is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.here: Callable[[], int | None] = lambda: None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
+        value = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # no query, such as the device
+            self.now = self.node_here()
+            self.count(func, args, kwargs or {}, value)
+        return value
+
+    def node_here(self) -> int:
+        """The index of the node that runs; else that of the last one."""
+        here = self.here()
+        return self.now if here is None else here
+
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        """A call of the node `now`."""
+        raise NotImplementedError
+
+
+def run_metered(program: Program, forward: Meter, backward: Meter) -> dict[int, tuple[SavedTensor, ...]]:
+    """Runs the step once under the two meters, inside `fake_tensors`; what autograd keeps, by the index of the node."""
     values: dict[str, Any] = dict(
         leaves(program, fake_parameters(program), fake_buffers(program), fake_inputs(program))
     )
@@ -99,7 +158,12 @@ def _costs(program: Program) -> dict[str, Cost]:
         saved.append(weakref.ref(held))
         return held
 
-    with _Meter(lambda: len(firsts) - 1) as forward, saved_tensors_hooks(pack, lambda held: held.tensor):
+    def node_here() -> int | None:
+        number = number_here()
+        return None if number is None else bisect_right(firsts, number) - 1
+
+    forward.here, backward.here = lambda: len(firsts) - 1, node_here
+    with forward, saved_tensors_hooks(pack, lambda held: held.tensor):
         for node in run_nodes(program, values, keep=True):
             firsts.append(next_number())
             for number, tensor in enumerate(tensors_in(values[node.name])):
@@ -108,37 +172,12 @@ def _costs(program: Program) -> dict[str, Cost]:
         loss = loss_of(program, values)
     values.clear()  # also frees what autograd saved for values on which the loss does not depend
     kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
-
-    def node_here() -> int | None:
-        number = number_here()
-        return None if number is None else bisect_right(firsts, number) - 1
-
-    with _Meter(node_here) as backward:
+    with backward:
         run_backward(loss)
     return {
-        node.name: Cost(
-            flops=forward.flops[index],
-            backward_flops=backward.flops[index],
-            read_bytes=forward.read[index],
-            written_bytes=forward.written[index],
-            backward_read_bytes=backward.read[index],
-            backward_written_bytes=backward.written[index],
-            kept=tuple(SavedTensor(memory=name, num_bytes=size) for name, size in kept[index].items()),
-        )
-        for index, node in enumerate(program.nodes)
+        index: tuple(SavedTensor(memory=name, num_bytes=size) for name, size in found.items())
+        for index, found in kept.items()
     }
-
-
-def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
-    """The cost of a node in another block. names: value -> its counterpart there."""
-    if not cost.kept:
-        return cost
-
-    def moved(each: SavedTensor) -> SavedTensor:
-        value, colon, number = each.memory.partition(":")
-        return replace(each, memory=names.get(value, value) + colon + number)
-
-    return replace(cost, kept=tuple(map(moved, cost.kept)))
 
 
 @dataclass(eq=False)
@@ -149,30 +188,18 @@ class _Saved:
     tensor: Tensor
 
 
-class _Meter(TorchDispatchMode):
-    """Adds up costs by index of the node; `here` returns the current index, None: the last one."""
+class _Meter(Meter):
+    """Adds up costs by index of the node."""
 
-    def __init__(self, here: Callable[[], int | None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._here = here
-        self._last = 0
         self.flops, self.read, self.written = (defaultdict[int, int](int) for _ in range(3))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if (device := device_asked(func, args)) is not None:
-            return device
-        value = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # queries, such as the device
-            return value
-        here = self._here()
-        self._last = index = self._last if here is None else here
-        self.flops[index] += flops(func, args, kwargs or {}, value)
-        read, written = bytes_read_and_written(func, args, kwargs or {}, value)
-        self.read[index] += read
-        self.written[index] += written
-        return value
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        self.flops[self.now] += flops(func, args, kwargs, value)
+        read, written = bytes_read_and_written(func, args, kwargs, value)
+        self.read[self.now] += read
+        self.written[self.now] += written
 
 
 def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:

@@ -1,0 +1,1 @@
+"""What a plan takes on a cluster that is not here."""

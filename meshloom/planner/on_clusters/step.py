@@ -1,0 +1,256 @@
+"""The seconds and the memory of a plan's step on a cluster.
+
+seconds   compute | tp | bubble | pp | dp, as far as no backward hides it | update
+memory    parameters, gradients, optimizer state, buffers | activations in flight | what is there at one time | exchange
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from meshloom.clusters.cluster import Cluster
+from meshloom.clusters.collective_seconds import collective_seconds, overlapped_seconds
+from meshloom.core.plan import Plan
+from meshloom.core.schedules import SCHEDULES
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper
+from meshloom.planner.on_clusters.part import StageWork
+
+FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
+_UNIT_COPIES = 2  # of full units under zero=3: the one that computes and the next one
+# of the ramps of 1f1b, what other schedules wait (Narayanan et al., 2021; Qi et al., 2024), where stages are equal
+_RAMP = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb-h1": 1 / 3, "zb-v": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Of the model. state_factor: bytes of optimizer state for each byte of trained parameters; unit: of the largest unit under zero=3, as a share of
+    all parameters; batch: bytes of a sample."""
+
+    state_factor: float
+    unit: float
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStep:
+    """breakdown: seconds by part, which add up. memory: bytes by kind on the rank that holds most. sent: axis -> bytes of the tensors that a rank
+    exchanges in a step. hidden: seconds of communication along dp beside computation. bucket: whether `dp` is what a step waits for. simulated: whether
+    its schedule was executed on paper."""
+
+    plan: Plan
+    samples: int
+    seconds: float
+    breakdown: dict[str, float]
+    memory: dict[str, int]
+    sent: dict[str, int]
+    hidden: float
+    dp_seconds: float
+    hides: float
+    simulated: bool
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors at one time."""
+        return sum(self.memory.values())
+
+
+class Stages(Protocol):
+    """What can be cut into stages: a `ModelPart`."""
+
+    def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
+        """Of `count` stages."""
+        ...
+
+
+class StepPricer:
+    """Of plans on one cluster."""
+
+    def __init__(self, cluster: Cluster, totals: Totals) -> None:
+        self._cluster, self._totals = cluster, totals
+        self._collective: dict[tuple[str, int, int, int], float] = {}
+
+    def step(self, plan: Plan, part: Stages, samples: int, *, simulated: bool = False) -> ClusterStep:
+        """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
+        schedule_stages = plan.num_stages // plan.pp if plan.pp > 1 else 1
+        stages = part.stages(plan.pp * schedule_stages, samples, plan.recompute)
+        ranks = [
+            stages[rank :: plan.pp] if plan.schedule != "zb-v" else (stages[rank], stages[-1 - rank])
+            for rank in range(plan.pp)
+        ]
+        ranks = ranks if plan.pp > 1 else [stages]
+        m = plan.microbatches
+        slowest = max(ranks, key=lambda each: sum(one.forward + one.backward for one in each))
+        compute = m * sum(each.forward + each.backward - each.tp for each in slowest)
+        over_tp = m * sum(each.tp for each in slowest)
+        message, messages = self._messages(plan, stages)
+        if plan.pp == 1:
+            bubble = 0.0
+        elif simulated:
+            bubble = max(0.0, self._length(plan, stages, message) - compute - over_tp)
+            messages = 0.0
+        else:
+            others = (
+                sum(one.forward + one.backward for each in ranks for one in each) - (compute + over_tp) / m
+            )
+            bubble = others * _RAMP[plan.schedule] / schedule_stages
+        update = max(self._update(plan, each) for each in ranks)
+        last = min(
+            sum(one.backward for one in each) for each in ranks
+        )  # of the rank whose gradients are late
+        over_dp, hides = max((self._over_dp(plan, each) for each in ranks), key=sum)
+        covered = {3: m * sum(each.forward + each.backward for each in slowest), 2: m * last}.get(
+            plan.zero, last
+        )
+        hidden = min(hides, covered) if plan.overlap else 0.0
+        waits = over_dp + (
+            overlapped_seconds(self._cluster.device, covered, hides) - covered if plan.overlap else hides
+        )
+        breakdown = {
+            "compute": compute,
+            "tp": over_tp,
+            "bubble": bubble,
+            "pp": messages,
+            "dp": waits,
+            "update": update,
+        }
+        memory = max(
+            (self._memory(plan, stages, rank, each, samples) for rank, each in enumerate(ranks)),
+            key=lambda found: sum(found.values()),
+        )
+        sent = {
+            "tp": m * sum(each.tp_bytes for each in slowest),
+            "pp": m * max(sum(one.sent + one.returned for one in each) for each in ranks) if plan.pp > 1 else 0,
+            "dp": max(self._dp_bytes(plan, each) for each in ranks),
+        }  # fmt: skip
+        return ClusterStep(
+            plan=plan, samples=samples, seconds=sum(breakdown.values()), breakdown=breakdown, memory=memory, sent={axis: each for axis, each in sent.items() if each},
+            hidden=hidden, dp_seconds=over_dp + hides, hides=covered, simulated=simulated or plan.pp == 1,
+        )  # fmt: skip
+
+    def seconds_of(self, collective: Any, num_bytes: int, ranks: int, stride: int) -> float:
+        """Of one among `ranks` ranks, `stride` apart."""
+        key = (collective, num_bytes, ranks, stride)
+        if ranks < 2 or not num_bytes:
+            return 0.0
+        if key not in self._collective:
+            self._collective[key] = collective_seconds(
+                self._cluster, collective, num_bytes, range(0, ranks * stride, stride)
+            )
+        return self._collective[key]
+
+    def _messages(self, plan: Plan, stages: Sequence[StageWork]) -> tuple[float, float]:
+        """Seconds of the largest message from one stage to the next, and of those that ramps wait for."""
+        if plan.pp == 1:
+            return 0.0, 0.0
+        most = max(max(each.sent, each.returned) for each in stages)
+        one = self.seconds_of("send", most, 2, plan.dp * plan.tp)
+        return one, 2 * one * (len(stages) - 1)
+
+    def _length(self, plan: Plan, stages: Sequence[StageWork], message: float) -> float:
+        """Of the chunks of a step, on paper: of so many microbatches that more of them take as long each."""
+        p, v, m = plan.pp, len(stages) // plan.pp, plan.microbatches
+        few = min(m, FEW_ROUNDS * p)
+        durations = _durations(stages, message)
+
+        def length(count: int) -> float:
+            schedule = make_schedule(plan.schedule, p, count, v, durations)
+            return run_on_paper(schedule, durations.of, lambda before, after: message).length
+
+        if few + p > m:
+            return length(m)
+        one, two = length(few), length(few + p)
+        return one + (two - one) / p * (m - few)
+
+    def _update(self, plan: Plan, stages: Sequence[StageWork]) -> float:
+        """Parameters, gradients and state are read, parameters and state are written."""
+        trained = sum(each.trained for each in stages) / (plan.dp if plan.zero else 1)
+        moved = trained * (3 + 2 * self._totals.state_factor)
+        device = self._cluster.device
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency)
+
+    def _over_dp(self, plan: Plan, stages: Sequence[StageWork]) -> tuple[float, float]:
+        """Seconds along dp: what nothing hides, and what computation can hide. The last bucket of gradients waits for the last backward."""
+        if plan.dp == 1:
+            return 0.0, 0.0
+        gradients, m = sum(each.trained for each in stages), plan.microbatches
+
+        def seconds(
+            collective: Literal["all_reduce", "all_gather", "reduce_scatter"], num_bytes: int
+        ) -> float:
+            return self.seconds_of(collective, num_bytes, plan.dp, plan.tp)
+
+        bucket = min(gradients, plan.bucket_bytes)
+        if plan.zero == 0:
+            all_of_it, last = seconds("all_reduce", gradients), seconds("all_reduce", bucket)
+            return last, max(0.0, all_of_it - last)
+        scattered, last = seconds("reduce_scatter", gradients), seconds("reduce_scatter", bucket)
+        if plan.zero == 3:
+            gathered = seconds("all_gather", sum(each.parameters for each in stages))
+            first = gathered * self._totals.unit
+            return last + first, m * (2 * gathered + scattered) - last - first
+        times = m if plan.zero == 2 else 1
+        return last + seconds("all_gather", gradients), max(0.0, times * scattered - last)
+
+    def _dp_bytes(self, plan: Plan, stages: Sequence[StageWork]) -> int:
+        if plan.dp == 1:
+            return 0
+        trained, m = sum(each.trained for each in stages), plan.microbatches
+        held = sum(each.parameters for each in stages)
+        return {0: trained, 1: 2 * trained, 2: (m + 1) * trained, 3: m * (2 * held + trained)}[plan.zero]
+
+    def _memory(
+        self, plan: Plan, stages: Sequence[StageWork], rank: int, own: Sequence[StageWork], samples: int
+    ) -> dict[str, int]:
+        parameters, trained = sum(each.parameters for each in own), sum(each.trained for each in own)
+        slices = plan.dp if plan.zero else 1
+        kept = own[0].kept
+        if plan.pp > 1:
+            chunks = chunks_in_flight(plan.schedule, plan.pp, rank, plan.microbatches, len(own))
+            kept = round(chunks * sum(each.kept for each in own) / len(own))
+        exchange = 0
+        if plan.zero == 3 and plan.dp > 1:
+            unit = round(self._totals.unit * parameters)
+            exchange = 2 * _UNIT_COPIES * unit
+        elif plan.zero == 2:
+            exchange = 2 * plan.bucket_bytes
+        return {
+            "parameters": -(-parameters // slices) if plan.zero == 3 else parameters,
+            "gradients": -(-trained // slices) if plan.zero >= 2 else trained,
+            "optimizer": round(self._totals.state_factor * trained) // slices,
+            "buffers": sum(each.buffers for each in own),
+            "batch": self._totals.batch * samples,
+            "kept": kept,
+            "temporaries": max(each.again for each in own),
+            "exchange": exchange,
+        }  # fmt: skip
+
+
+def stages_per_rank(schedule: str) -> Sequence[int]:
+    """Numbers of stages on a rank that are tried."""
+    entry = SCHEDULES[schedule]
+    return (2, 4, 8) if entry.any_number else (entry.stages_per_rank,)
+
+
+def _durations(stages: Sequence[StageWork], message: float) -> Durations:
+    halves = [each.backward / 2 for each in stages]
+    return Durations(
+        forward=[each.forward for each in stages],
+        input_gradient=halves,
+        weight_gradient=halves,
+        transfer=message,
+    )
+
+
+def chunks_in_flight(schedule: str, pp: int, rank: int, microbatches: int, per_rank: int) -> int:
+    """Forwards of a rank's stages whose backwards are to come, at most (Narayanan et al., 2021, section 2.2). Halves of backwards take the memory of
+    1f1b (Qi et al., 2024)."""
+    if schedule == "gpipe":
+        return microbatches * per_rank
+    if SCHEDULES[schedule].split:
+        return min(pp, microbatches) * per_rank
+    if per_rank == 1:
+        return min(pp - rank, microbatches)
+    return min(2 * (pp - rank - 1) + (per_rank - 1) * pp + 1, microbatches * per_rank)
