@@ -253,7 +253,8 @@ def seconds(runs: Sequence[Run], table: str) -> Iterator[Row]:
             continue
         naive = run.flops / run.plan.mesh.size / _peak(run.cluster) / utilisation
         yield Row(
-            name=run.name, cluster=run.cluster.name, measured=run.measured, predicted=run.step().seconds, naive=naive, fitted=fitted_on(run.cluster, table)
+            name=run.name, model=run.model, cluster=run.cluster.name, measured=run.measured, predicted=run.step().seconds, naive=naive,
+            fitted=fitted_on(run.cluster, table),
         )  # fmt: skip
 
 

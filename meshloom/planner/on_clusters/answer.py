@@ -8,12 +8,13 @@ from typing import Any
 
 from meshloom.clusters.cluster import Cluster
 from meshloom.core.job import Job
-from meshloom.core.units import format_bytes, format_seconds
+from meshloom.core.units import format_bytes, format_count, format_seconds
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.search import Objective, Searched, kind_of, search
 from meshloom.planner.on_clusters.step import ClusterStep
 
 MOST_GPUS = 16384
+SLOWER = 1.1  # where more GPUs take longer, still more are not tried
 _PARTS = {
     "tp": "what is sent along tp",
     "bubble": "ranks that wait for others along pp",
@@ -106,6 +107,8 @@ def _scaled(
         if step and first and first.step:
             efficiency = first.gpus * first.step.seconds / (of.gpus * step.seconds)
         found.append(Scaled(gpus=of.gpus, step=step, efficiency=efficiency))
+        if step and step.seconds > SLOWER * min(each.step.seconds for each in found if each.step):
+            break
         hosts *= 2
     return tuple(found)
 
@@ -135,7 +138,7 @@ def why_not(other: ClusterStep, best: ClusterStep, room: int) -> str:
         return f"{times}: {waits}"
     if part == "bubble":
         plan = other.plan
-        return f"{times}: {plan.pp} stages with {plan.microbatches} microbatches wait {here}, and the best plan {there}"
+        return f"{times}: ranks of {plan.pp} stages wait {here} in {format_count(plan.microbatches, 'microbatch')}, and those of the best plan {there}"
     if part == "compute":
         return f"{times}: microbatches of {other.samples} compute for {here}, those of {best.samples} for {there}"
     return f"{times}: {_PARTS[part]} take {here} in place of {there}"

@@ -21,7 +21,7 @@ from meshloom.planner.on_clusters.part import StageWork
 FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
 _UNIT_COPIES = 2  # of full units under zero=3: the one that computes and the next one
 # of the ramps of 1f1b, what other schedules wait (Narayanan et al., 2021; Qi et al., 2024), where stages are equal
-_RAMP = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb-h1": 1 / 3, "zb-v": 0.0}
+_RAMP = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class StepPricer:
             others = (
                 sum(one.forward + one.backward for each in ranks for one in each) - (compute + over_tp) / m
             )
-            bubble = others * _RAMP[plan.schedule] / schedule_stages
+            bubble = others * _ramp(plan)
         update = max(self._update(plan, each) for each in ranks)
         last = min(
             sum(one.backward for one in each) for each in ranks
@@ -226,6 +226,13 @@ class StepPricer:
             "temporaries": max(each.again for each in own),
             "exchange": exchange,
         }  # fmt: skip
+
+
+def _ramp(plan: Plan) -> float:
+    """Of the seconds of the other ranks' microbatch, the share that a rank waits; with few microbatches there is nothing to fill it."""
+    least = 1 / (plan.num_stages // plan.pp) if plan.schedule == "interleaved" else _RAMP[plan.schedule]
+    few = max(0.0, 1 - (plan.microbatches - 1) / (plan.pp - 1))
+    return least + (1 - least) * few
 
 
 def stages_per_rank(schedule: str) -> Sequence[int]:
