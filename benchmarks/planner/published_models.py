@@ -153,9 +153,16 @@ class PublishedPart:
     (Korthikanti's selective one)."""
 
     def __init__(
-        self, shape: Shape, cluster: Cluster, tp: int, *, recompute: str = "none", compiled: bool = True
+        self,
+        shape: Shape,
+        cluster: Cluster,
+        tp: int,
+        *,
+        recompute: str = "none",
+        compiled: bool = True,
+        hides_tp: bool = False,
     ) -> None:
-        self._shape, self._recompute, self._tp = shape, recompute, tp
+        self._shape, self._recompute, self._tp, self._hides_tp = shape, recompute, tp, hides_tp
         made = (_parts(replace(shape, layers=0), cluster.name, blocks, compiled) for blocks in FEW)
         self._few, self._more = (each.priced_on(cluster) for each in made)
 
@@ -166,6 +173,10 @@ class PublishedPart:
     def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
         costs, layers = self._costs(samples), self._shape.layers
         block = costs.block
+        if self._hides_tp:
+            block = replace(
+                block, forward=block.forward - block.tp / 2, backward=block.backward - block.tp / 2, tp=0.0
+            )
         if self._recompute == "full":
             block = replace(
                 block,

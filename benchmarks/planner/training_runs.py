@@ -22,7 +22,7 @@ from meshloom.planner.on_clusters.step import ClusterStep
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """samples: of a microbatch. measured: seconds; bytes_measured: 0 where not published. missing: why it cannot be expressed."""
+    """samples: of a microbatch. hides_tp: whether what is sent along tp goes beside products. measured: seconds; bytes_measured: 0 where not published. missing: why it cannot be expressed."""
 
     name: str
     shape: Shape
@@ -32,6 +32,7 @@ class Run:
     measured: float
     recompute: str = "none"
     compiled: bool = True
+    hides_tp: bool = False
     bytes_measured: float = 0.0
     missing: str = ""
 
@@ -47,7 +48,12 @@ class Run:
 
     def step(self) -> ClusterStep:
         part = PublishedPart(
-            self.shape, self.cluster, self.plan.tp, recompute=self.recompute, compiled=self.compiled
+            self.shape,
+            self.cluster,
+            self.plan.tp,
+            recompute=self.recompute,
+            compiled=self.compiled,
+            hides_tp=self.hides_tp,
         )
         return part.pricer.step(self.plan, part, self.samples, simulated=True)
 
@@ -134,7 +140,8 @@ def korthikanti_tables(folder: Path, clusters: Clusters) -> Iterator[Run]:
 
 
 def megatron_core(folder: Path, clusters: Clusters) -> Iterator[Run]:
-    """Rule: microbatches of one sample, or two without pp; two virtual stages where pp > 1 divides the blocks so; sharded optimizer; nothing again."""
+    """Rule: microbatches of one sample, or two without pp; two virtual stages where pp > 1 divides the blocks so; nothing again. All communication is
+    overlapped there, along tp too."""
     for line in read_table(folder / "megatron_core_h100_weak_scaling.csv"):
         tp, pp, dp, batch, gpus = (
             int(line[name]) for name in ("tp", "pp", "dp", "batch_size_sequences", "n_gpus")
@@ -155,7 +162,7 @@ def megatron_core(folder: Path, clusters: Clusters) -> Iterator[Run]:
         flops = 72 * batch * s * shape.layers * h * h * (1 + s / (6 * h) + v / (12 * h * shape.layers))
         yield Run(
             name=line["model"], shape=shape, plan=plan, samples=samples, cluster=_on(clusters, "h100-80gb-sxm", hosts=gpus // 8),
-            measured=flops / gpus / (float(line["tflops_per_gpu"]) * 1e12),
+            measured=flops / gpus / (float(line["tflops_per_gpu"]) * 1e12), hides_tp=True,
         )  # fmt: skip
 
 
