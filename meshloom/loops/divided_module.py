@@ -21,7 +21,7 @@ from meshloom.core.modules.named_leaves import is_within, modules_of
 from meshloom.core.random import preserved_draws_of_devices
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
-from meshloom.loops.copied_module import copied
+from meshloom.loops.copied_module import copied, refusal_of_graphs
 from meshloom.loops.execution import Cutting
 from meshloom.loops.gradient_mean import AveragedExecution
 from meshloom.loops.left_values import Left, LeftValues, left_by
@@ -259,7 +259,8 @@ class DividedModule(AveragedExecution):
     def _whole_copy(self) -> nn.Module:
         found, refused = attempted(lambda: copied(self._module, {id(self): self}))
         if found is None:
-            raise CaptureError(f"The module cannot be copied to capture its forward: {refused}") from refused
+            why = refusal_of_graphs(self._module) or refused
+            raise CaptureError(f"The module cannot be copied to capture its forward: {why}") from refused
         without_compilation(found)
         return keep_as_constants(self._left.take_back(found))
 
