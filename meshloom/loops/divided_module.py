@@ -28,7 +28,7 @@ from meshloom.loops.left_values import Left, LeftValues, left_by
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
 from meshloom.loops.ranks import LoopRanks
-from meshloom.loops.taken_shares import bind
+from meshloom.loops.taken_shares import bind, is_alike
 from meshloom.pipeline.runtime.microbatches import LiveBuffers
 from meshloom.pipeline.stages.program_store import MOST_KEPT, ProgramStore, ReadyBatch
 from meshloom.pipeline.stages.stages import Stage
@@ -305,7 +305,7 @@ class DividedModule(AveragedExecution):
             with torch.no_grad():
                 for name, value in changed.items():
                     self._buffers[name].copy_(value)
-        statistics.finish()
+        statistics.finish(alike=statistics.merges and is_alike(self._ranks.replicas, batch))
         self._left.put(left)
         return results(values, stage.returned)
 

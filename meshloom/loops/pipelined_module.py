@@ -25,7 +25,7 @@ from meshloom.loops.pipelined_call import (
     PipelinedStep,
     results_of,
 )
-from meshloom.loops.taken_shares import bind
+from meshloom.loops.taken_shares import bind, is_alike
 from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.leaves import leaves_of
@@ -63,7 +63,7 @@ class PipelinedModule(DividedModule):
         made = PipelinedStep(call.microbatches, call.run, learned, results_of(last.program)[0].dtype)
         total, weight = call.apply(made)
         self.mean.follow(total, share)
-        self._end(forward, call)
+        self._end(forward, batch, call)
         return StepLoss(total, weight, is_mean=len(last.returned.children()) != 2)
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ class PipelinedModule(DividedModule):
                 f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
             )
         values = call.apply(made)
-        self._end(forward, call)
+        self._end(forward, batch, call)
         return results(values, call.run.stages[0][call.run.last].returned)
 
     def _check_loss(self, loss: LossFunction) -> None:
@@ -138,12 +138,12 @@ class PipelinedModule(DividedModule):
         with self._statistics[forward][stage].chunk(), self._draws.of_a_call():
             yield
 
-    def _end(self, forward: CapturedForward, call: _Call) -> None:
+    def _end(self, forward: CapturedForward, batch: Any, call: _Call) -> None:
         """Buffers and values are what the call has left, on any rank: a script reads them."""
         run = call.run
         self._left.put(call.left)
         for each in self._statistics[forward].values():
-            each.finish()
+            each.finish(alike=each.merges and is_alike(self._ranks.replicas, batch))
         for stage in run.stages[0]:
             for name in sorted(stage.program.changing - self._share.shards.pieces.keys()):
                 self._pp.broadcast(self._buffers[name].view(-1), run.schedule.ranks[stage.number]).wait()
