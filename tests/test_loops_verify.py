@@ -23,7 +23,7 @@ from meshloom.verify.scripts.recorder import (
     with_hooks,
 )
 from meshloom.verify.scripts.script_comparison import compare_scripts
-from meshloom.verify.scripts.script_verdict import verdict
+from meshloom.verify.scripts.script_verdict import verdict, why_no_copies
 
 TOLERANCE = 1e-10  # of_precision.most_tolerated(float64)
 
@@ -108,6 +108,17 @@ def test_plain_copies_tell_a_loss_over_shares_from_a_mistake(equal: bool, said: 
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     copies = compare_scripts([step(1)], [step(1 if equal else 2)], TOLERANCE)
     assert said in "\n".join(verdict(Plan(dp=2), whole, copies, drew=True, draws=False, batch_norms=[]))
+
+
+def test_batch_statistics_of_microbatches_are_named_in_place_of_a_mistake():
+    plan, norms = Plan.parse("dp=2,pp=2,microbatches=2"), ["1"]
+    why = why_no_copies(plan, draws=False, batch_norms=norms)
+    assert why == "1 normalizes by the statistics of microbatches, and they have none"
+    assert why_no_copies(Plan(dp=2), draws=False, batch_norms=norms) is None
+    assert why_no_copies(plan, draws=False, batch_norms=[]) is None
+    whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
+    text = "\n".join(verdict(plan, whole, why, drew=True, draws=False, batch_norms=norms))
+    assert "1: batch normalization by the statistics of shares" in text and "mistake" not in text
 
 
 def test_where_the_one_replica_has_the_whole_batch_nothing_excuses_a_difference():
