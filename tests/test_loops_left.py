@@ -52,9 +52,10 @@ def rows(count: int) -> Tensor:
     return torch.linspace(-1, 1, count * 6, dtype=torch.float64).reshape(count, 6)
 
 
-def from_shapes(module: Left, y: Tensor) -> int:
+def from_shapes(module: Any, y: Tensor) -> int:
     module.number = y.shape[0] // 2  # 2 before, and of the first batch
     module.cached = y.shape[1] + 1
+    module.added = y.shape[0]  # was not there before
     module.sizes = {"training": module.training, "shape": [*y.shape]}
     return module.cached
 
@@ -74,6 +75,7 @@ def test_plain_values_that_follow_from_shapes_are_those_of_one_device(plan: str)
                 inner.cached,
                 inner.sizes["shape"],
                 inner.sizes["training"],
+                inner.added,
             ]
         return seen
 

@@ -194,7 +194,9 @@ class DividedModule(AveragedExecution):
                     self._programs.open(
                         [like],
                         self._ranks.everyone,
-                        self._copy or self._module,
+                        self._copy_of_copy()
+                        if self._copy
+                        else self._module,  # a capture leaves new attributes there
                         loss=forward,
                         training=training,
                     )
