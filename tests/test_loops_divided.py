@@ -508,6 +508,24 @@ def test_a_sparse_input_is_refused() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_a_weight_that_is_computed_when_the_module_is_made_is_refused_with_the_way_out(plan: str) -> None:
+    def normed(norm: Callable[..., nn.Module]) -> Callable[[], list[nn.Module]]:
+        return seeded(lambda: [nn.Sequential(norm(nn.Linear(6, 64)), nn.Tanh(), norm(nn.Linear(64, 64)))])
+
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        results = calls[0](torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6))
+        results.square().mean().backward()
+        return results.detach()
+
+    with pytest.raises(
+        CaptureError, match=r"0.weight is a tensor that .* Use torch.nn.utils.parametrizations"
+    ):
+        on_ranks(plan, normed(nn.utils.weight_norm), script)
+    check(plan, normed(nn.utils.parametrizations.weight_norm), script)
+
+
 def test_a_module_that_trains_by_another_method_alone_is_refused() -> None:
     parsed = Plan.parse("tp=2")
     with open_world(parsed.mesh, "simulated") as world:

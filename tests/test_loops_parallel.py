@@ -38,7 +38,7 @@ def test_replicas_of_a_module_compute_what_one_device_does(runs: dict[int, Found
 
 
 PLANS = ("dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2")
-OF_A_PART, CALLED_PART = "view of first.weight", "linear of"
+OF_A_PART, CALLED_PART = "LBFGS looks at whole parameters", "linear of"
 # what the boundary does not allow under these plans, and what its sentence says
 REFUSED = {
     "closure": dict.fromkeys(PLANS, OF_A_PART),
@@ -49,6 +49,7 @@ REFUSED = {
     "penalty_on_gradients_of_inputs": {PLANS[3]: "create_graph=True"},
     "several_backwards": {PLANS[3]: "A second backward through one call"},
     "methods_that_step": dict.fromkeys(PLANS[2:], "are each called outermost in training"),
+    "a_method_that_trains": dict.fromkeys(PLANS[2:], "whose own call has not run in training"),
     "two_models": {PLANS[3]: "can be cut at 0 places"},
 }  # fmt: skip
 

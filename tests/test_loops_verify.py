@@ -23,7 +23,7 @@ from meshloom.verify.scripts.recorder import (
     with_hooks,
 )
 from meshloom.verify.scripts.script_comparison import compare_scripts
-from meshloom.verify.scripts.script_verdict import verdict
+from meshloom.verify.scripts.script_verdict import verdict, why_no_copies
 
 TOLERANCE = 1e-10  # of_precision.most_tolerated(float64)
 
@@ -103,11 +103,43 @@ def test_steps_that_rounding_makes_of_gradients_that_are_zero_are_left_out():
     assert found.equal and found.left_out == 1
 
 
+def test_optimizers_of_recorded_steps_find_zero_where_a_gradient_is_rounding(tmp_path: Path):
+    """Adam's eps is in reach of a bias before a batch norm, whose gradient is 1e-16: its steps would go into the running mean."""
+    norm = nn.BatchNorm1d(5).double()
+    model = nn.Sequential(nn.Linear(3, 5).double(), norm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = [each.detach().clone() for each in model[0].parameters()]
+
+    def train() -> None:
+        while True:
+            optimizer.zero_grad()
+            (1e4 * model(torch.randn(7, 3, dtype=torch.float64)).sigmoid().square().mean()).backward()
+            optimizer.step()
+
+    with ScriptRecorder(tmp_path, 3, {model: None}), pytest.raises(EnoughStepsError):
+        train()
+    noted = [each.gradients["0.bias"] for each in recorded_steps(tmp_path)]
+    assert all(each is not None and 0 < each.abs().max() < 1e-9 for each in noted)
+    weight, bias = model[0].parameters()
+    assert torch.equal(bias, before[1]) and not torch.equal(weight, before[0])
+
+
 @pytest.mark.parametrize(("equal", "said"), [(True, "does what dp=2 plain copies do"), (False, "the mistake is in meshloom")])  # fmt: skip
 def test_plain_copies_tell_a_loss_over_shares_from_a_mistake(equal: bool, said: str):
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     copies = compare_scripts([step(1)], [step(1 if equal else 2)], TOLERANCE)
     assert said in "\n".join(verdict(Plan(dp=2), whole, copies, drew=True, draws=False, batch_norms=[]))
+
+
+def test_batch_statistics_of_microbatches_are_named_in_place_of_a_mistake():
+    plan, norms = Plan.parse("dp=2,pp=2,microbatches=2"), ["1"]
+    why = why_no_copies(plan, draws=False, batch_norms=norms)
+    assert why == "1 normalizes by the statistics of microbatches, and they have none"
+    assert why_no_copies(Plan(dp=2), draws=False, batch_norms=norms) is None
+    assert why_no_copies(plan, draws=False, batch_norms=[]) is None
+    whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
+    text = "\n".join(verdict(plan, whole, why, drew=True, draws=False, batch_norms=norms))
+    assert "1: batch normalization by the statistics of shares" in text and "mistake" not in text
 
 
 def test_where_the_one_replica_has_the_whole_batch_nothing_excuses_a_difference():

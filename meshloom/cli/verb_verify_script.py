@@ -25,7 +25,7 @@ from meshloom.loops.ranks import check_of_loops
 from meshloom.report.records import Records
 from meshloom.verify.scripts.recorder import RecordedStep, recorded_steps
 from meshloom.verify.scripts.script_comparison import ScriptComparison, compare_scripts
-from meshloom.verify.scripts.script_verdict import held_by_ranks, verdict
+from meshloom.verify.scripts.script_verdict import held_by_ranks, verdict, why_no_copies
 from meshloom.verify.scripts.written_files import written_by_several
 from meshloom.verify.tolerances.of_precision import most_tolerated
 
@@ -89,8 +89,8 @@ def _compared(runs: _Runs, plan: Plan) -> ScriptResult:
         )
     copies: ScriptComparison | str | None = None
     if whole.first is not None and plan.dp > 1:
-        copies = "its forward draws"
-        if not alone.notes["draws"]:
+        copies = why_no_copies(plan, draws=alone.notes["draws"], batch_norms=alone.notes["batch_norms"])
+        if copies is None:
             found = runs.recorded("copies", Plan(dp=plan.dp))
             copies = compare_scripts(under_plan.steps, found.steps, tolerance)
     lines = verdict(

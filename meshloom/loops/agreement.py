@@ -18,6 +18,7 @@ from meshloom.comm.objects import agree, collect
 from meshloom.core.errors import TrainingError
 from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
+from meshloom.loops.made_parts import check_elementwise
 from meshloom.loops.means import mean
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bound, tensors_in
@@ -71,10 +72,9 @@ class Agreement:
         self._compare(optimizer, executions)
         # an optimizer with a closure decides by what that returns
         if len(args) > 1 and args[1] is not None:
-            return (args[0], _of_the_batch(args[1]), *args[2:]), kwargs
-        return (
-            (args, {**kwargs, "closure": _of_the_batch(kwargs["closure"])}) if kwargs.get("closure") else None
-        )
+            return (args[0], _of_the_batch(optimizer, args[1]), *args[2:]), kwargs
+        closure = kwargs.get("closure")
+        return (args, {**kwargs, "closure": _of_the_batch(optimizer, closure)}) if closure else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         for _, each in self._concerned(optimizer):
@@ -115,9 +115,15 @@ class Agreement:
         agree(self._ranks.everyone, facts, way_out, TrainingError)
 
 
-def _of_the_batch(closure: Callable[[], Any]) -> Callable[[], Any]:
+def _of_the_batch(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     """The same, with the loss of the global batch in place of that of this replica's share, where it returns one."""
-    return lambda: None if (loss := closure()) is None else mean(loss)
+
+    def of_the_batch() -> Any:
+        loss = closure()
+        check_elementwise(optimizer)  # the closure's first call may have divided its parameters
+        return None if loss is None else mean(loss)
+
+    return of_the_batch
 
 
 def _generators() -> dict[str, str]:

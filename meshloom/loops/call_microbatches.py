@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,16 +73,10 @@ def _leaves_of_a_graph(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [each.detach().requires_grad_(each.requires_grad) for each in tensors]
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in model.modules()]
-    try:
-        for each, _ in modes:
-            each.training = False
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
+def _in_evaluation(model: nn.Module) -> nn.Module:
+    for each in model.modules():
+        each.training = False
+    return model
 
 
 def _computed(model: nn.Module, forward: CapturedForward, batch: Any) -> tuple[Any, bool]:
@@ -93,22 +86,21 @@ def _computed(model: nn.Module, forward: CapturedForward, batch: Any) -> tuple[A
 
 
 def check_rows(
-    model: nn.Module, forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
-) -> None:
+    copy: Callable[[], nn.Module], forward: CapturedForward, batch: Mapping[str, Any], microbatches: Sequence[Microbatch]
+) -> None:  # fmt: skip
     """Raises `CaptureError` where the model's results for the batch are not those for its parts, joined: rows depend on each other, or what is
-    cut is not the batch. Compares in evaluation mode, and no values of a forward that draws there, too."""
+    cut is not the batch. Compares in evaluation mode, and no values of a forward that draws there, too. copy: makes one of the model."""
     rows, forward = [each.rows for each in microbatches], replace(forward, graded=None)
     if len(rows) == 1:
         return
-    with _evaluating(model):
-        returned, draws = _computed(model, forward, batch)
-        whole = tree_leaves(returned)
-        try:
-            parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
-        except CODE_ERRORS as error:
-            raise CaptureError(
-                f"A pipeline cuts the inputs of a call, and the forward fails for {rows[0]} of its {sum(rows)} rows ({first_line(error)}). {WAY_OUT}"
-            ) from error
+    returned, draws = _computed(_in_evaluation(copy()), forward, batch)
+    whole, model = tree_leaves(returned), _in_evaluation(copy())
+    try:
+        parts = [tree_leaves(forward(model, each.batch)) for each in microbatches]
+    except CODE_ERRORS as error:
+        raise CaptureError(
+            f"A pipeline cuts the inputs of a call, and the forward fails for {rows[0]} of its {sum(rows)} rows ({first_line(error)}). {WAY_OUT}"
+        ) from error
     for at, result in enumerate(whole):
         of_parts = [each[at] for each in parts]
         joined = joined_result(of_parts, rows)
@@ -126,16 +118,15 @@ def check_rows(
 
 
 def check_loss(
-    model: nn.Module, forward: CapturedForward, batch: Any, microbatches: Sequence[Microbatch]
+    copy: Callable[[], nn.Module], forward: CapturedForward, batch: Any, microbatches: Sequence[Microbatch]
 ) -> None:
     """Raises `CaptureError` where the loss of the batch is not that of its parts: samples depend on each other, or it is a mean over
-    something else. Compares in evaluation mode, and no loss that draws there, too."""
-    with _evaluating(model):
-        returned, draws = _computed(model, forward, batch)
-        if draws or len(microbatches) == 1:
-            return
-        whole = _mean_of(returned, 1)[0]
-        sums = [_mean_of(forward(model, each.batch), each.rows) for each in microbatches]
+    something else. Compares in evaluation mode, and no loss that draws there, too. copy: as of `check_rows`."""
+    returned, draws = _computed(_in_evaluation(copy()), forward, batch)
+    if draws or len(microbatches) == 1:
+        return
+    whole, model = _mean_of(returned, 1)[0], _in_evaluation(copy())
+    sums = [_mean_of(forward(model, each.batch), each.rows) for each in microbatches]
     values, weights = (torch.stack(each).double() for each in zip(*sums, strict=True))
     mean = (values * weights).sum() / weights.sum()
     rounding = 1e-4 if whole.dtype.itemsize > 2 and not forward.autocast else 1e-2

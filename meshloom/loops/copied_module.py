@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -19,6 +19,20 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if isinstance(value, FunctionType):
                 vars(each)[name] = _over_copies(value, memo)
     return found
+
+
+def refusal_of_graphs(module: nn.Module) -> str | None:
+    """Why a module that has a tensor with a graph cannot be copied; None: it has none."""
+    named = (
+        (f"{path}.{name}".lstrip("."), value)
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+    )
+    found = next((name for name, value in named if isinstance(value, Tensor) and value.grad_fn), None)
+    return found and (
+        f"{found} is a tensor that was computed of parameters when the module was made, as torch.nn.utils.weight_norm does. Use "
+        "torch.nn.utils.parametrizations.weight_norm, or compute it in the forward; or use a plan with dp and zero alone."
+    )
 
 
 def _over_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:

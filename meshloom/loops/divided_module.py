@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.objects import on_rank_0, share
+from meshloom.comm.objects import on_rank_0, scatter_objects
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.compiled import without_compilation
+from meshloom.core.modules.named_leaves import is_within, modules_of
 from meshloom.core.random import preserved_draws_of_devices
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
-from meshloom.loops.copied_module import copied
+from meshloom.loops.copied_module import copied, refusal_of_graphs
 from meshloom.loops.execution import Cutting
 from meshloom.loops.gradient_mean import AveragedExecution
-from meshloom.loops.left_behind import left_behind, replace_left_behind
+from meshloom.loops.left_values import Left, LeftValues, left_by
 from meshloom.loops.module_share import ModuleShare
 from meshloom.loops.part_tensor import PartTensor, plain
 from meshloom.loops.ranks import LoopRanks
-from meshloom.loops.taken_shares import bind
+from meshloom.loops.taken_shares import bind, is_alike
 from meshloom.pipeline.runtime.microbatches import LiveBuffers
 from meshloom.pipeline.stages.program_store import MOST_KEPT, ProgramStore, ReadyBatch
 from meshloom.pipeline.stages.stages import Stage
@@ -43,12 +44,14 @@ from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.collectives import refuse_second_derivative
 from meshloom.program.run.execute import run_flat
 from meshloom.program.store.fifo_cache import FifoCache
+from meshloom.program.store.program_key import ProgramKey, shapes_of
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.norm_statistics import decays
 from meshloom.replica.gradient_completion import sum_over_tp
 from meshloom.replica.team_sums import TeamSums
 from meshloom.tensor_parallel.division import Division
 
+Check = Callable[[Callable[[], nn.Module]], None]
 MOST_CHANGES = 16  # of plain values that the forward reads, each of which is captured anew
 
 
@@ -76,6 +79,7 @@ class DividedModule(AveragedExecution):
         self._programs = ProgramStore(
             _job(self._copy_of_copy, plan.num_chunks, leaves), plan, self._team, self._division
         )
+        self._captures = False
         self._copy: nn.Module | None = None  # whole, on the replica's first rank, while a forward is captured
         self._share = ModuleShare(module, self._group, self._pp, self._team)
         self._guards: dict[CapturedForward, list[GuardedValue]] = {}
@@ -85,13 +89,14 @@ class DividedModule(AveragedExecution):
         self._draws = CallDraws(ranks.replica)
         self._trained: tuple[bool, ...] = ()  # of which gradients are averaged over replicas
         self._notes: list[str] = []
+        self._left = LeftValues(module)
         self._is_whole = False  # within `whole`
 
     def call(
         self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
     ) -> Any:  # fmt: skip
         if self._is_whole:
-            with torch.no_grad():  # nobody would divide a gradient
+            with torch.no_grad(), self._left.as_written():  # nobody would divide a gradient
                 return compute(*args, **kwargs)
         positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
         share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
@@ -150,6 +155,9 @@ class DividedModule(AveragedExecution):
             method=method,
         )
         try:
+            if self._left.script_has_set():
+                self._changes += 1
+                return self._forward(positional, batch, loss, method)
             check_step(self._guards.get(found, ()))
         except TrainingError:
             if self._changes == MOST_CHANGES:
@@ -159,27 +167,36 @@ class DividedModule(AveragedExecution):
         return found
 
     def _ready(
-        self, forward: CapturedForward, batch: Mapping[str, Any], check: Callable[[nn.Module], None] | None = None
-    ) -> ReadyBatch:  # fmt: skip
-        """With a program for the batch. The first one decides what ranks keep, and all ranks make it together; further ones those of a
-        replica. check: of the whole module, before a forward's first capture."""
+        self, forward: CapturedForward, batch: Any, parts: Sequence[Any], check: Check | None = None
+    ) -> tuple[list[ReadyBatch], Any]:  # fmt: skip
+        """The parts of a batch with their programs, and the key of what the forward leaves. check: of copies of the whole module, before a forward's
+        first capture."""
+        training = self._module.training
+        has = all(self._programs.has(each, loss=forward, training=training) for each in parts)
+        with nullcontext() if has else self._capturing():
+            ready = [self._part_ready(forward, each, check) for each in parts]
+            key = tuple(each.key for each in ready), shapes_of(leaves_of(batch))
+            if not self._left.has(key):
+                self._left.add(key, self._left_by(forward, batch, ready[0].key))
+                found = Guards(forward, self._module, self._programs.opaque).values
+                self._guards[forward] = [each for each in found if not self._left.sets(key, each.at)]
+        return ready, key
+
+    def _part_ready(self, forward: CapturedForward, batch: Any, check: Check | None) -> ReadyBatch:
+        """The first program decides what ranks keep, and all ranks make it together; further ones those of a replica."""
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
             like = copied_batch(batch)
-            left: list[tuple[str, str]] = []
             with self._capturing(), forward.alone():
-                if forward not in self._guards and check:
-                    on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
-                if forward not in self._guards and forward.graded is not None:
-                    left = share(
-                        self._team,
-                        on_rank_0(self._team, lambda: self._left_behind(forward, batch), CaptureError),
-                    )
+                if forward not in self._statistics and check:
+                    on_rank_0(self._team, lambda: check(self._copy_of_copy), CaptureError)
                 if self._share.is_whole:
                     self._programs.open(
                         [like],
                         self._ranks.everyone,
-                        self._copy or self._module,
+                        self._copy_of_copy()
+                        if self._copy
+                        else self._module,  # a capture leaves new attributes there
                         loss=forward,
                         training=training,
                     )
@@ -188,15 +205,35 @@ class DividedModule(AveragedExecution):
                 holders = self._programs.cutter.holders if self._pp.size > 1 else {}
                 self._share.keep(self._programs.pieces, holders)
                 self._notes += self._programs.opaque_notes()
-            replace_left_behind(self._module, left)
-            self._guards[forward] = Guards(forward, self._module, self._programs.opaque).values
             merged = {each.number: self._statistics_of(each.program) for each in self._own_stages(ready)}
             self._statistics.setdefault(forward, merged)
             self._follow(forward.trained)
         return self._programs.ready(batch, loss=forward, training=training)
 
-    def _left_behind(self, forward: CapturedForward, batch: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return left_behind(self._copy_of_copy(), forward, copied_batch(batch))
+    def _left_by(self, forward: CapturedForward, batch: Any, key: ProgramKey) -> Left:
+        """But for what its leaves leave, whose own code runs."""
+        others = {each[0]: each[1] for each in key.shapes if len(each) == 2}
+        with self._capturing(), forward.alone():
+            found = on_rank_0(
+                self._team,
+                lambda: left_by(self._copy or self._module, forward, batch, others, self._left.known),
+                CaptureError,
+            )
+        left: Left = scatter_objects(self._team, [found] * self._team.size if found else None)
+        own = {
+            str(node.args[2])
+            for each in self._programs.stages(key)
+            for node in each.program.nodes
+            if is_opaque(node)
+        }
+        leaves = modules_of(own)
+        return left._replace(
+            found={
+                place: each
+                for place, each in left.found.items()
+                if not any(is_within(place[0], path) for path in leaves)
+            }
+        )
 
     def _own_stages(self, ready: ReadyBatch) -> list[Stage]:
         ranks = self._programs.cutter.ranks
@@ -206,6 +243,10 @@ class DividedModule(AveragedExecution):
     def _capturing(self) -> Iterator[None]:
         """A context in which the replica's first rank has a copy of the module, whole, which no hooks of parameters see. What it computes with
         the copy draws nothing that the script would."""
+        if self._captures:
+            yield
+            return
+        self._captures = True
         with self._share.whole(gradients=False):
             self._copy = on_rank_0(self._team, self._whole_copy, CaptureError)
         try:
@@ -215,14 +256,15 @@ class DividedModule(AveragedExecution):
             error.args = (str(error).replace("Job(", "parallel("),)
             raise
         finally:
-            self._copy = None
+            self._copy, self._captures = None, False
 
     def _whole_copy(self) -> nn.Module:
         found, refused = attempted(lambda: copied(self._module, {id(self): self}))
         if found is None:
-            raise CaptureError(f"The module cannot be copied to capture its forward: {refused}") from refused
+            why = refusal_of_graphs(self._module) or refused
+            raise CaptureError(f"The module cannot be copied to capture its forward: {why}") from refused
         without_compilation(found)
-        return keep_as_constants(found)
+        return keep_as_constants(self._left.take_back(found))
 
     def _copy_of_copy(self) -> nn.Module:
         assert self._copy is not None
@@ -251,7 +293,7 @@ class DividedModule(AveragedExecution):
 
     def _run(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
         """The results. A backward may need a buffer as this forward saw it, and other forwards come in between."""
-        ready = self._ready(forward, batch)
+        (ready,), left = self._ready(forward, batch, [batch])
         self._follow(forward.trained)
         (stage,) = self._own_stages(ready)
         program, statistics = self._bind(stage.program), self._statistics[forward][0]
@@ -265,7 +307,8 @@ class DividedModule(AveragedExecution):
             with torch.no_grad():
                 for name, value in changed.items():
                     self._buffers[name].copy_(value)
-        statistics.finish()
+        statistics.finish(alike=statistics.merges and is_alike(self._ranks.replicas, batch))
+        self._left.put(left)
         return results(values, stage.returned)
 
     def _bind(self, program: Program) -> Program:

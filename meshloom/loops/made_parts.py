@@ -44,14 +44,22 @@ def keep_states_in_parts() -> None:
 _WHOLE = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 
 
-def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    if isinstance(optimizer, _WHOLE) and any(isinstance(each, PartTensor) for each in parameters):
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PartError` for one that looks at whole parameters and has parts."""
+    if isinstance(optimizer, _WHOLE) and any(isinstance(each, PartTensor) for each in _updated_by(optimizer)):
         raise PartError(
             f"{type(optimizer).__name__} looks at whole parameters, and this rank has parts of them. Use a plan with dp alone, or an optimizer that updates each "
             "element by itself (AdamW, SGD)."
         )
-    for each in parameters:
+
+
+def _updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    check_elementwise(optimizer)
+    for each in _updated_by(optimizer):
         if not isinstance(each, PartTensor) or each not in optimizer.state:
             continue
         place, state = each.place, optimizer.state[each]

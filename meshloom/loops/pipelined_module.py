@@ -25,7 +25,7 @@ from meshloom.loops.pipelined_call import (
     PipelinedStep,
     results_of,
 )
-from meshloom.loops.taken_shares import bind
+from meshloom.loops.taken_shares import bind, is_alike
 from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.leaves import leaves_of
@@ -33,12 +33,13 @@ from meshloom.program.ir.program import Program
 
 
 class _Call(NamedTuple):
-    """own: this rank's parameters, as leaves of a graph of the call."""
+    """own: this rank's parameters, as leaves of a graph of the call. left: key of what the forward leaves."""
 
     microbatches: list[Microbatch]
     run: CallStages
     own: Mapping[str, Tensor]
     apply: Callable[[PipelinedCall | PipelinedStep], Any]
+    left: Any
 
 
 class PipelinedModule(DividedModule):
@@ -62,7 +63,7 @@ class PipelinedModule(DividedModule):
         made = PipelinedStep(call.microbatches, call.run, learned, results_of(last.program)[0].dtype)
         total, weight = call.apply(made)
         self.mean.follow(total, share)
-        self._end(forward, call.run)
+        self._end(forward, batch, call)
         return StepLoss(total, weight, is_mean=len(last.returned.children()) != 2)
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
@@ -77,7 +78,7 @@ class PipelinedModule(DividedModule):
                 f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
             )
         values = call.apply(made)
-        self._end(forward, call.run)
+        self._end(forward, batch, call)
         return results(values, call.run.stages[0][call.run.last].returned)
 
     def _check_loss(self, loss: LossFunction) -> None:
@@ -90,13 +91,13 @@ class PipelinedModule(DividedModule):
             )
 
     def _begun(self, forward: CapturedForward, batch: Any, check: Callable[..., None]) -> _Call:
-        """The call's microbatches and stages. check: of the whole module, before a forward's first capture."""
+        """The call's microbatches and stages. check: of copies of the whole module, before a forward's first capture."""
         microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
 
-        def checked(model: nn.Module) -> None:
-            check(model, forward, copied_batch(batch), microbatches)
+        def checked(copy: Callable[[], nn.Module]) -> None:
+            check(copy, forward, copied_batch(batch), microbatches)
 
-        ready = [self._ready(forward, each.batch, checked) for each in microbatches]
+        ready, left = self._ready(forward, batch, [each.batch for each in microbatches], checked)
         self._follow(forward.trained)
         grad = forward.graded is not None
         completed = {name: each for name, each in self._completed().items() if self._share.holds(name)}
@@ -130,17 +131,19 @@ class PipelinedModule(DividedModule):
             parameters = (completed.get(name, plain(self._parameters[name])) for name in names)
             return PipelinedResults.apply(call, leave, anchor, *inputs, *parameters)
 
-        return _Call(microbatches, run, own, apply)
+        return _Call(microbatches, run, own, apply, left)
 
     @contextmanager
     def _around(self, forward: CapturedForward, stage: int, microbatch: int) -> Iterator[None]:
         with self._statistics[forward][stage].chunk(), self._draws.of_a_call():
             yield
 
-    def _end(self, forward: CapturedForward, run: CallStages) -> None:
-        """Buffers are what the call has left, on any rank: a script reads them."""
+    def _end(self, forward: CapturedForward, batch: Any, call: _Call) -> None:
+        """Buffers and values are what the call has left, on any rank: a script reads them."""
+        run = call.run
+        self._left.put(call.left)
         for each in self._statistics[forward].values():
-            each.finish()
+            each.finish(alike=each.merges and is_alike(self._ranks.replicas, batch))
         for stage in run.stages[0]:
             for name in sorted(stage.program.changing - self._share.shards.pieces.keys()):
                 self._pp.broadcast(self._buffers[name].view(-1), run.schedule.ranks[stage.number]).wait()

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect
 from meshloom.core.plan_shares import chunk_sizes
+from meshloom.parameters.digest import digest
 
 
 class TakenShare(NamedTuple):
@@ -100,6 +104,15 @@ def share_of(tensor: Tensor) -> TakenShare | None:
 def newest() -> TakenShare | None:
     """The share that the script has taken last."""
     return _RECENT[-1] if _RECENT else None
+
+
+def is_alike(replicas: Group, inputs: Any) -> bool:
+    """Whether a script that takes no shares calls a module with the same tensors on all replicas, which compute the same."""
+    if replicas.size == 1 or newest() is not None:
+        return False
+    given = [int(digest(each.detach())) for each in tensors_in(inputs) if each.layout == torch.strided]
+    everyone = collect(replicas, given)
+    return bool(given) and all(each == given for each in everyone)
 
 
 def bound() -> TakenShare | None:

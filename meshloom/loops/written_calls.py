@@ -12,6 +12,7 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.loops.call_draws import CallDraws
+from meshloom.loops.taken_shares import is_alike
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
@@ -21,7 +22,7 @@ class WrittenCalls:
     def __init__(
         self, module: nn.Module, group: Group, rules: Mapping[str, BufferRule], draws: CallDraws
     ) -> None:
-        self._draws = draws
+        self._draws, self._group = draws, group
         self._statistics = RunningStatistics(module, group, rules=rules)
         has_buffers = (each for each in module.modules() if any(True for _ in each.buffers(recurse=False)))
         self._merged = list(has_buffers) if self._statistics.merges else []
@@ -32,7 +33,7 @@ class WrittenCalls:
         with self._draws.of_a_call(), self._statistics.chunk() if merges else nullcontext():
             results = compute(*args, **kwargs)
         if merges:
-            self._statistics.finish()
+            self._statistics.finish(alike=is_alike(self._group, (args, kwargs)))
         return results
 
     def of_a_copy(self) -> WrittenCalls:

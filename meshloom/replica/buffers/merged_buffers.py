@@ -100,14 +100,15 @@ class RunningStatistics:
         with self._others.collecting(), self._norms.collecting():
             yield
 
-    def finish(self) -> None:
-        """After the step's last chunk: bring every replica's buffers to one device's values."""
+    def finish(self, *, alike: bool = False) -> None:
+        """After the step's last chunk: bring every replica's buffers to one device's values. alike: replicas have run the same chunks, which count once."""
         if not self.merges:
             return
         self._note_evaluated()  # of the step before
         facts = on_device(self._others.facts(), torch.int64, self._device)
         statistics = self._norms.take().to(self._device).view(torch.int64)
-        parts = self._gather(torch.cat([statistics, facts]))
+        replicas = 1 if alike else None
+        parts = self._gather(torch.cat([statistics, facts]))[:replicas]
         split = self._norms.length
         if split:
             with torch.no_grad():
@@ -121,7 +122,7 @@ class RunningStatistics:
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
-            maps = self._gather(self._others.take())
+            maps = self._gather(self._others.take())[:replicas]
         self._others.apply(maps)
 
     def take_notes(self) -> list[str]:

@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.loops.execution import Execution
 from meshloom.loops.part_tensor import plain
+from meshloom.verify.reference.float64_blocks import norm
+from meshloom.verify.tolerances.gradient_errors import FLOOR
+from meshloom.verify.tolerances.of_precision import most_tolerated
 
 _TORCH, _MESHLOOM = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
@@ -98,6 +101,7 @@ class ScriptRecorder:
         names = self._names_in(optimizer)
         with self._whole(names):
             self._note_gradients(names)
+            zero_rounding([each.grad for each in names.values() if each.grad is not None])
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         number = next(number for number, each in enumerate(self._optimizers) if each is optimizer)
@@ -171,6 +175,21 @@ class ScriptRecorder:
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if self._made[optimizer] >= self._steps:
             raise EnoughStepsError
+
+
+@torch.no_grad()
+def zero_rounding(gradients: Sequence[Tensor]) -> None:
+    """Elements of a step's gradients that are no more than rounding in float64, such as of a bias before a batch norm, become 0: an optimizer that divides
+    by a gradient's size would make steps of them, other ones in each run, and of all that depends on these."""
+    found = [each for each in gradients if each.layout == torch.strided and each.dtype == torch.float64]
+    largest = max(map(norm, found), default=0.0)
+    for each in found:
+        each.masked_fill_(each.abs() <= most_of_rounding(each, largest, most_tolerated(torch.float64)), 0)
+
+
+def most_of_rounding(gradient: Tensor, largest: float, tolerance: float) -> float:
+    """The size of elements that are no more than rounding. largest: norm of a gradient of the step."""
+    return tolerance * max(norm(gradient), FLOOR * largest)
 
 
 def _is_of_a_capture(frame: Any) -> bool:

@@ -2,7 +2,7 @@
 
 The error of a tensor is ||a - b|| / max(||b||, a thousandth of the largest norm of its kind in the step). Elements of parameters
 whose gradient was in some step so far no more than rounding are left out, since an optimizer that divides by a gradient's size
-makes steps of full length of them; they are counted.
+makes steps of full length of them; they are counted. In float64 optimizers find 0 there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshloom.core.units import format_count
 from meshloom.verify.reference.float64_blocks import gradient_distance, norm, relative
-from meshloom.verify.scripts.recorder import RecordedStep
+from meshloom.verify.scripts.recorder import RecordedStep, most_of_rounding
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
 Kind = Literal["gradient", "parameter", "buffer", "report", "step"]
@@ -144,7 +144,7 @@ def _add_rounding(
     for name, there in theirs.items():
         here = ours.get(name)
         if here is not None and there is not None and here.shape == there.shape:
-            most = tolerance * max(norm(there), FLOOR * largest)
+            most = most_of_rounding(there, largest, tolerance)
             found = (here != there) & (here.abs() <= most) & (there.abs() <= most)
             rounding[name] = rounding[name] | found if name in rounding else found
 

@@ -44,6 +44,15 @@ def verdict(
     return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
 
 
+def why_no_copies(plan: Plan, *, draws: bool, batch_norms: Sequence[str]) -> str | None:
+    """Why plain copies, one for each replica, would not compute what the plan does; None: they would."""
+    if draws:
+        return "its forward draws"
+    if batch_norms and plan.num_chunks > plan.dp:
+        return f"{few(batch_norms)} normalizes by the statistics of microbatches, and they have none"
+    return None
+
+
 def held_by_ranks(held: Sequence[tuple[float, float]]) -> str:
     """What ranks have of parameters and of optimizers' state, as shares of the whole.
 
