@@ -128,8 +128,8 @@ def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_campaign_of_kills(tmp_path: Path) -> None:
-    """100 kills and joins of workers and 10 kills of a server, also in the middle of a snapshot."""
-    chooser, steps = random.Random(3), 1000
+    """30 kills and joins of workers and 4 kills of a server, also in the middle of a snapshot."""
+    chooser, steps = random.Random(3), 400
     plan = "dp=3,exchange=async,servers=2,rate_by_age=true"
     with Trainer(elastic_job.digits(), plan, devices="simulated", steps=steps, listener=QUIET) as trainer:
         undisturbed = trainer.fit().evaluation["accuracy"]
@@ -137,9 +137,9 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
         address, directory = run.address()[0], run.directory()
         run.until_updates(10)
         workers = [run.of("worker", number) for number in range(3)]
-        server_kills = sorted(chooser.sample(range(5, 100), 10))
+        server_kills = sorted(chooser.sample(range(5, 30), 4))
         since = 0  # updates when a server was killed last
-        for incident in range(100):
+        for incident in range(30):
             if incident in server_kills:
                 server = chooser.randrange(2)
                 # one that dies again and again of being started would end the run
@@ -164,7 +164,7 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
     assert sum(asynchronous["ages"].values()) == steps
     told = len(run.records("step")) - steps
     assert 0 < told == asynchronous["lost"]
-    assert run.text().count("it is restarted") == 10
+    assert run.text().count("it is restarted") == 4
     assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
 
 
@@ -238,16 +238,6 @@ def test_a_stopped_server_is_started_again(tmp_path: Path) -> None:
         assert_nothing_left(directory, address)
     assert "server 0 has been stopped (SIGSTOP) for 10 s, and all workers need it: it is killed" in run.text()
     assert "server 0 was killed by SIGKILL; it is restarted" in run.text()
-
-
-@pytest.mark.slow
-def test_a_launcher_killed_with_9_leaves_nothing(tmp_path: Path) -> None:
-    with ElasticRun("steady", "dp=2,exchange=async", tmp_path) as run:
-        address, directory = run.address()[0], run.directory()
-        run.until_updates(2)
-        run.process.kill()
-        run.process.wait()
-        assert_nothing_left(directory, address)
 
 
 @pytest.mark.slow

@@ -27,9 +27,7 @@ from tests.killing import (
     SECONDS_TO_TELL,
     assert_nothing_left,
     command,
-    kill_a_rank,
     kill_the_launcher,
-    let_run,
     newest,
     ranks,
     running,
@@ -148,32 +146,6 @@ def test_who_loses_a_peer_says_before_which_action_also_without_our_launcher():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", GRIDS)
-def test_ten_kills_at_random_moments(plan: str, tmp_path: Path):
-    chooser, out, phases = random.Random(plan), tmp_path / "run", list[str]()
-    for attempt in range(10):
-        more = ["--resume", str(out)] if newest(out) else []
-        with running(words(plan, out, *more)) as process:
-            if attempt % 2:  # in the middle of the run
-                wait_for_a_later_checkpoint(process, out)
-            let_run(process, chooser.uniform(0.0, 0.5 if attempt % 2 else 15.0))
-            rank, at = kill_a_rank(process, chooser)
-            errors, ended = told(process)
-        assert process.returncode == 1, errors
-        assert ended - at < SECONDS_TO_TELL
-        found = re.search(rf"{name_of(rank, plan)} was killed by SIGKILL.* while (.+)\.\n", errors)
-        assert found, errors
-        phases.append(found[1])
-        assert_nothing_left(out)
-    print(*phases, sep="\n")
-    # starting, setting up, computing, waiting, saving, ...
-    assert len({phase.partition(" ")[0] for phase in phases}) >= 3, phases
-    began, last = steps_after_resume(words(plan, out), out)
-    assert began > 0 and last == began + 5
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(rank: int, tmp_path: Path):
@@ -207,11 +179,11 @@ def test_a_launcher_killed_while_a_rank_hangs_leaves_nothing(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("plan", GRIDS)
-def test_five_hangs_within_ten_seconds(plan: str, tmp_path: Path):
-    """Each rank in turn loops in the loss or is stopped, with the setting as it comes."""
+def test_hangs_within_ten_seconds(plan: str, tmp_path: Path):
+    """A rank loops in the loss, and another is stopped."""
     chooser, out, mesh = random.Random(plan), tmp_path / "run", Plan.parse(plan).mesh
-    for attempt in range(5):
-        file, rank = tmp_path / f"trouble-{attempt}", attempt % mesh.size
+    for attempt, rank in enumerate((0, mesh.size - 1)):
+        file = tmp_path / f"trouble-{attempt}"
         with troubled(words(plan, out, *(["--resume", str(out)] if attempt else [])), file) as process:
             wait_for_a_later_checkpoint(process, out)
             time.sleep(chooser.uniform(0.0, 0.5))
