@@ -25,7 +25,9 @@ from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.rank_records import NodeRecord, records_of
 from meshloom.planner.on_clusters.search import search
 from meshloom.planner.on_clusters.step import ClusterStep, chunks_in_flight
+from meshloom.planner.ranks import ranks_of
 from meshloom.planner.readings import Readings
+from meshloom.planner.staged_plan import staged
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.layout.layout import layout_of
@@ -97,6 +99,7 @@ def test_what_is_kept_is_what_a_rank_keeps(readings: Readings, tp: int) -> None:
     assert sum(kept.values()) == kept_bytes_of(stage, tp)
 
 
+@pytest.mark.long
 def test_other_sizes_follow_from_two(parts: ClusterParts, readings: Readings) -> None:
     part = parts.of(1)
     for samples in (4, 24):
@@ -121,7 +124,7 @@ def test_stages_add_up(parts: ClusterParts) -> None:
 
 def test_memory_of_a_plan_by_hand(parts: ClusterParts) -> None:
     elements = sum(each.numel() for each in GPT().parameters())
-    for zero, slices in ((0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))):
+    for zero, slices in ((0, (1, 1, 1)), (1, (1, 4, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))):
         step = parts.pricer.step(Plan(dp=4, zero=zero), parts.of(1), 8)
         held = [step.memory[kind] for kind in ("parameters", "gradients", "optimizer")]
         expected = [4 * elements / slices[0], 4 * elements / slices[1], 8 * elements / slices[2]]
@@ -130,10 +133,34 @@ def test_memory_of_a_plan_by_hand(parts: ClusterParts) -> None:
 
 def test_bytes_along_dp(parts: ClusterParts) -> None:
     gradients = sum(each.numel() for each in GPT().parameters()) * 4
-    plans = {"dp=4": 1, "dp=4,zero=1": 2, "dp=4,zero=2,microbatches=2": 3, "dp=4,zero=3,microbatches=2": 6}
+    plans = {"dp=4": 1.0, "dp=4,zero=1": 1.25, "dp=4,zero=2,microbatches=2": 2.25}
     for text, times in plans.items():
         plan = Plan.parse(text)
         assert parts.pricer.step(plan, parts.of(1), 8 // plan.microbatches).sent["dp"] == times * gradients
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2",
+        "dp=4,zero=1",
+        "dp=4,zero=2",
+        "dp=2,zero=3",
+        "pp=2,microbatches=4",
+        "pp=4,microbatches=8",
+        "pp=2,microbatches=4,schedule=gpipe",
+    ],
+)
+def test_memory_and_bytes_are_those_that_describe_says(
+    text: str, parts: ClusterParts, readings: Readings
+) -> None:
+    plan = Plan.parse(text)
+    stages = staged(readings, plan, offers=False) if plan.pp > 1 else None
+    shares, memories = ranks_of(readings, plan, None, stages)
+    found = parts.pricer.step(plan, parts.of(1), 32 // plan.dp // plan.microbatches)
+    assert found.peak == pytest.approx(max(each.phases["step"] for each in memories), rel=0.03)
+    if plan.pp == 1:
+        assert found.sent == shares[0].num_bytes
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
@@ -159,6 +186,7 @@ def test_a_long_schedule_follows_from_a_short_one(
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_search_finds_what_pricing_everything_finds() -> None:
     cluster = named("a100-80gb-sxm", hosts=2)
     parts = ClusterParts(job, cluster)
@@ -197,6 +225,7 @@ def _all_plans(gpus: int, batch: int) -> list[Plan]:
     return found
 
 
+@pytest.mark.long
 def test_too_little_memory_is_met_by_computing_again_or_by_slices() -> None:
     full = ClusterParts(job, HOST).pricer.step(Plan(dp=8), ClusterParts(job, HOST).of(1), 4)
     room = HOST.device.runtime_bytes + full.peak - 1
@@ -208,6 +237,7 @@ def test_too_little_memory_is_met_by_computing_again_or_by_slices() -> None:
     assert any(each.plan == Plan(dp=8) for each in found.fits_not)
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "plans.json"
     words = [

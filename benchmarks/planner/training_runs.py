@@ -22,7 +22,8 @@ from meshloom.planner.on_clusters.step import ClusterStep
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """samples: of a microbatch. hides_tp: whether what is sent along tp goes beside products. measured: seconds; bytes_measured: 0 where not published. missing: why it cannot be expressed."""
+    """samples: of a microbatch. hides_tp: whether what is sent along tp goes beside products. measured: seconds; bytes_measured: 0 where not
+    published. missing: why it cannot be expressed."""
 
     name: str
     shape: Shape
@@ -265,6 +266,26 @@ def seconds(runs: Sequence[Run], table: str) -> Iterator[Row]:
         )  # fmt: skip
 
 
+def memory(folder: Path, clusters: Clusters = named) -> Iterator[Row]:
+    """Bytes of tensors, with gradients of twice the size, as Megatron-LM adds them up in float32. Naive: 16 bytes a parameter over tp and pp."""
+    for run in simumax_b200(folder, clusters):
+        row = Row(
+            name=run.name,
+            model=run.model,
+            cluster=run.cluster.name,
+            measured=run.bytes_measured,
+            missing=run.missing,
+        )
+        if run.missing:
+            yield row
+            continue
+        step = run.step()
+        naive = 16 * run.shape.parameters / (run.plan.tp * run.plan.pp)
+        yield replace(
+            row, predicted=step.peak + step.memory["gradients"] + step.memory["exchange"], naive=naive
+        )
+
+
 def _peak(cluster: Cluster) -> float:
     return cluster.device.peak_flops["bfloat16"]
 
@@ -282,4 +303,6 @@ RUNS: dict[str, tuple[Runs, str]] = {
     "torchtitan": (torchtitan, "torchtitan"),
     "B200": (simumax_b200, "simumax_b200"),
 }
-RUN_TABLES = {name: partial(_rows, table, runs) for name, (runs, table) in RUNS.items()}
+RUN_TABLES: dict[str, Callable[[Path, Clusters], Iterator[Row]]] = {"B200, bytes": memory} | {
+    name: partial(_rows, table, runs) for name, (runs, table) in RUNS.items()
+}

@@ -99,7 +99,7 @@ def _scaled(
     while hosts * cluster.gpus_per_host <= MOST_GPUS and (hosts == 1 or cluster.fabric.rails):
         of = replace(cluster, hosts=hosts)
         searched = search(
-            parts.of, parts.pricer_of(of), of, batch, precision=plan.precision, fixed=kept, objective=objective, finalists=0
+            parts.of, parts.pricer_of(of), of, batch, precision=plan.precision, fixed=kept, objective=objective, actions=0
         )  # fmt: skip
         step = searched.steps[0] if searched.steps else None
         first = next((each for each in found if each.step), None)

@@ -94,6 +94,7 @@ class ClusterParts:
         return Totals(
             state_factor=step.optimizer_bytes / trained if trained else 0.0,
             unit=(units.full - units.rest) / 2 / units.parameters if units.parameters else 0.0,
+            rest=units.rest / units.parameters if units.parameters else 0.0,
             batch=sum(each.meta.num_bytes for each in program.inputs) // SAMPLES[0],
         )
 

@@ -50,6 +50,7 @@ class StageWork:
 class RecordedPart:
     """A rank's program of microbatches of two sizes, and what it does."""
 
+    tp: int
     samples: tuple[int, int]
     programs: tuple[Program, Program]
     records: tuple[Mapping[str, NodeRecord], Mapping[str, NodeRecord]]
@@ -71,7 +72,7 @@ def recorded(
             f"Microbatches of {samples[0]} and {samples[1]} samples do other things, so that others cannot be priced from these."
         )
     return RecordedPart(
-        samples=samples, programs=(programs[0], programs[1]), records=(records[0], records[1])
+        tp=tp, samples=samples, programs=(programs[0], programs[1]), records=(records[0], records[1])
     )
 
 
@@ -80,7 +81,7 @@ class ModelPart:
 
     def __init__(self, part: RecordedPart, seconds: Priced, rates: Rates) -> None:
         self._programs, self._samples, self._records = part.programs, part.samples, part.records
-        self._seconds, self._rates = seconds, rates
+        self._tp, self._seconds, self._rates = part.tp, seconds, rates
         self._lines: dict[str, tuple[Intervals, Intervals]] = {}
         self._cuts: dict[tuple[int, str], list[tuple[int, int]]] = {}
 
@@ -228,8 +229,14 @@ class ModelPart:
             back.append(self._of(did) - there[-1])
             over_tp = [each for each in did if isinstance(each, Sent)]
             tp.append(self._of(over_tp))
-            sent.append(float(sum(each.num_bytes * each.times for each in over_tp)))
+            sent.append(float(sum(self._handed_over(each) for each in over_tp)))
         return _sum(there), _sum(back), (_sum(tp), _sum(sent))
+
+    def _handed_over(self, sent: Sent) -> int:
+        """Bytes that a rank gives to it."""
+        return sent.times * (
+            sent.num_bytes // self._tp if sent.collective == "all_gather" else sent.num_bytes
+        )
 
     def _of(self, did: Sequence[Did]) -> float:
         return sum(map(self._seconds, did))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, stages_pe
 
 Objective = Literal["time", "memory"]
 PartOf = Callable[[int], ModelPart]  # of a size of tp; raises `PlanError`
-FINALISTS = 24  # plans whose schedules are executed on paper
+FINALISTS = 24  # plans whose schedules are executed on paper before others
+ACTIONS = 300_000  # that are executed on paper, some seconds
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -36,9 +38,9 @@ class Searched:
 
 def search(
     parts: PartOf, pricer: StepPricer, cluster: Cluster, batch: int, *, precision: str = "float32", fixed: Mapping[str, Any] | None = None,
-    objective: Objective = "time", plans: tuple[Plan, ...] = (), finalists: int = FINALISTS,
+    objective: Objective = "time", plans: tuple[Plan, ...] = (), actions: int = ACTIONS,
 ) -> Searched:  # fmt: skip
-    """batch: samples of the global batch. fixed: settings that all plans have. plans: price these alone. finalists: of how many the schedule is executed on paper."""
+    """batch: samples of the global batch. fixed: settings that all plans have. plans: price these alone. actions: how many of schedules are executed on paper."""
     room = cluster.device.memory_bytes - cluster.device.runtime_bytes
     fitting: list[ClusterStep] = []
     others: list[ClusterStep] = []
@@ -57,17 +59,32 @@ def search(
             if step.peak <= room:  # what is recomputed takes longer
                 break
     order = _order(objective)
-    fitting.sort(key=order)
-    ranked = [
-        pricer.step(each.plan, parts(each.plan.tp), each.samples, simulated=True)
-        if each.plan.pp > 1
-        else each
-        for each in fitting[:finalists]
-    ]
-    ranked = sorted(ranked, key=order) + fitting[finalists:]
+    found = _executed(fitting, parts, pricer, actions) if objective == "time" else fitting
     return Searched(
-        steps=tuple(ranked), fits_not=tuple(sorted(others, key=lambda each: each.peak)), refused=refused
-    )
+        steps=tuple(sorted(found, key=order)), fits_not=tuple(sorted(others, key=lambda each: each.peak)), refused=refused
+    )  # fmt: skip
+
+
+def _executed(steps: list[ClusterStep], parts: PartOf, pricer: StepPricer, actions: int) -> list[ClusterStep]:
+    """With their schedules executed on paper, as far as `actions` reach: first of those that look best, and then of all that could be better than the
+    best, as they would be if no rank waited."""
+    steps = sorted(steps, key=lambda each: each.seconds)
+    likely, others = steps[:FINALISTS], steps[FINALISTS:]
+    found: list[ClusterStep] = []
+    best = math.inf
+    for each in (*likely, *sorted(others, key=_bound)):
+        size = each.plan.num_stages * each.plan.microbatches if each.plan.pp > 1 else 0
+        if size <= actions and (len(found) < FINALISTS or _bound(each) < best):
+            actions -= size
+            each = pricer.step(each.plan, parts(each.plan.tp), each.samples, simulated=True) if size else each
+        best = min(best, each.seconds)
+        found.append(each)
+    return found
+
+
+def _bound(step: ClusterStep) -> float:
+    """Seconds, if no rank waited for another along pp."""
+    return step.seconds - step.breakdown["bubble"] - step.breakdown["pp"]
 
 
 def _plans(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from meshloom.clusters.cluster import Cluster
@@ -26,18 +27,19 @@ _RAMP = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Of the model. state_factor: bytes of optimizer state for each byte of trained parameters; unit: of the largest unit under zero=3, as a share of
-    all parameters; batch: bytes of a sample."""
+    """Of the model. state_factor: bytes of optimizer state for each byte of trained parameters. unit, rest: of a unit under zero=3, and of what is
+    gathered once, as a share of all parameters. batch: bytes of a sample."""
 
     state_factor: float
     unit: float
+    rest: float
     batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStep:
-    """breakdown: seconds by part, which add up. memory: bytes by kind on the rank that holds most. sent: axis -> bytes of the tensors that a rank
-    exchanges in a step. hidden: seconds of communication along dp beside computation. bucket: whether `dp` is what a step waits for. simulated: whether
+    """breakdown: seconds by part, which add up. memory: bytes by kind on the rank that holds most. sent: axis -> bytes that a rank
+    hands over in a step. hidden: seconds of communication along dp beside computation. bucket: whether `dp` is what a step waits for. simulated: whether
     its schedule was executed on paper."""
 
     plan: Plan
@@ -57,7 +59,7 @@ class ClusterStep:
         return sum(self.memory.values())
 
 
-class Stages(Protocol):
+class Stageable(Protocol):
     """What can be cut into stages: a `ModelPart`."""
 
     def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
@@ -72,7 +74,7 @@ class StepPricer:
         self._cluster, self._totals = cluster, totals
         self._collective: dict[tuple[str, int, int, int], float] = {}
 
-    def step(self, plan: Plan, part: Stages, samples: int, *, simulated: bool = False) -> ClusterStep:
+    def step(self, plan: Plan, part: Stageable, samples: int, *, simulated: bool = False) -> ClusterStep:
         """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
         schedule_stages = plan.num_stages // plan.pp if plan.pp > 1 else 1
         stages = part.stages(plan.pp * schedule_stages, samples, plan.recompute)
@@ -122,7 +124,7 @@ class StepPricer:
         )
         sent = {
             "tp": m * sum(each.tp_bytes for each in slowest),
-            "pp": m * max(sum(one.sent + one.returned for one in each) for each in ranks) if plan.pp > 1 else 0,
+            "pp": m * self._most_over_pp(plan, stages, ranks),
             "dp": max(self._dp_bytes(plan, each) for each in ranks),
         }  # fmt: skip
         return ClusterStep(
@@ -148,6 +150,15 @@ class StepPricer:
         most = max(max(each.sent, each.returned) for each in stages)
         one = self.seconds_of("send", most, 2, plan.dp * plan.tp)
         return one, 2 * one * (len(stages) - 1)
+
+    def _most_over_pp(
+        self, plan: Plan, stages: Sequence[StageWork], ranks: Sequence[Sequence[StageWork]]
+    ) -> int:
+        """Bytes that a rank hands over for a microbatch: values to the next stage, and gradients to the one before."""
+        if plan.pp == 1:
+            return 0
+        back = {id(stage): before.returned for before, stage in pairwise(stages)}
+        return max(sum(each.sent + back.get(id(each), 0) for each in own) for own in ranks)
 
     def _length(self, plan: Plan, stages: Sequence[StageWork], message: float) -> float:
         """Of the chunks of a step, on paper: of so many microbatches that more of them take as long each."""
@@ -199,7 +210,10 @@ class StepPricer:
             return 0
         trained, m = sum(each.trained for each in stages), plan.microbatches
         held = sum(each.parameters for each in stages)
-        return {0: trained, 1: 2 * trained, 2: (m + 1) * trained, 3: m * (2 * held + trained)}[plan.zero]
+        if plan.zero == 3:
+            rest = round(self._totals.rest * held)
+            return -(-(rest + 2 * m * (held - rest)) // plan.dp) + m * trained
+        return trained * (m if plan.zero == 2 else 1) + (-(-trained // plan.dp) if plan.zero else 0)
 
     def _memory(
         self, plan: Plan, stages: Sequence[StageWork], rank: int, own: Sequence[StageWork], samples: int
@@ -210,15 +224,12 @@ class StepPricer:
         if plan.pp > 1:
             chunks = chunks_in_flight(plan.schedule, plan.pp, rank, plan.microbatches, len(own))
             kept = round(chunks * sum(each.kept for each in own) / len(own))
-        exchange = 0
+        exchange = {1: trained, 2: min(trained, 2 * plan.bucket_bytes)}.get(plan.zero, 0)
         if plan.zero == 3 and plan.dp > 1:
-            unit = round(self._totals.unit * parameters)
-            exchange = 2 * _UNIT_COPIES * unit
-        elif plan.zero == 2:
-            exchange = 2 * plan.bucket_bytes
+            exchange = 2 * _UNIT_COPIES * round(self._totals.unit * parameters)
         return {
             "parameters": -(-parameters // slices) if plan.zero == 3 else parameters,
-            "gradients": -(-trained // slices) if plan.zero >= 2 else trained,
+            "gradients": -(-trained // slices),
             "optimizer": round(self._totals.state_factor * trained) // slices,
             "buffers": sum(each.buffers for each in own),
             "batch": self._totals.batch * samples,
