@@ -281,9 +281,8 @@ def memory(folder: Path, clusters: Clusters = named) -> Iterator[Row]:
             continue
         step = run.step()
         naive = 16 * run.shape.parameters / (run.plan.tp * run.plan.pp)
-        yield replace(
-            row, predicted=step.peak + step.memory["gradients"] + step.memory["exchange"], naive=naive
-        )
+        slices, buckets = step.memory["gradients"], step.memory["exchange"]
+        yield replace(row, predicted=step.peak - slices - buckets + 2 * (buckets or slices), naive=naive)
 
 
 def _peak(cluster: Cluster) -> float:
