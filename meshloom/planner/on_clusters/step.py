@@ -6,9 +6,8 @@ memory    parameters, gradients, optimizer state, buffers | activations in fligh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from meshloom.clusters.cluster import Cluster
@@ -67,70 +66,101 @@ class Stageable(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RankWork:
+    """Of all stages of a rank, as in `StageWork`. over_pp: bytes that it hands over to other ranks for a microbatch."""
+
+    forward: float
+    backward: float
+    tp: float
+    tp_bytes: int
+    kept: int
+    again: int
+    parameters: int
+    trained: int
+    buffers: int
+    over_pp: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A model cut for a pipeline. largest: (number, rank) of those of which none before holds as much of everything. message: bytes of the largest one."""
+
+    stages: tuple[StageWork, ...]
+    ranks: tuple[_RankWork, ...]
+    slowest: _RankWork
+    largest: tuple[tuple[int, _RankWork], ...]
+    message: int
+    seconds: float
+
+    @property
+    def per_rank(self) -> int:
+        return len(self.stages) // len(self.ranks)
+
+
 class StepPricer:
     """Of plans on one cluster."""
 
     def __init__(self, cluster: Cluster, totals: Totals) -> None:
         self._cluster, self._totals = cluster, totals
         self._collective: dict[tuple[str, int, int, int], float] = {}
+        self._cuts: dict[Any, _Cut] = {}
 
     def step(self, plan: Plan, part: Stageable, samples: int, *, simulated: bool = False) -> ClusterStep:
         """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
-        schedule_stages = plan.num_stages // plan.pp if plan.pp > 1 else 1
-        stages = part.stages(plan.pp * schedule_stages, samples, plan.recompute)
-        ranks = [
-            stages[rank :: plan.pp] if plan.schedule != "zb-v" else (stages[rank], stages[-1 - rank])
-            for rank in range(plan.pp)
-        ]
-        ranks = ranks if plan.pp > 1 else [stages]
-        m = plan.microbatches
-        slowest = max(ranks, key=lambda each: sum(one.forward + one.backward for one in each))
-        compute = m * sum(each.forward + each.backward - each.tp for each in slowest)
-        over_tp = m * sum(each.tp for each in slowest)
-        message, messages = self._messages(plan, stages)
-        if plan.pp == 1:
-            bubble = 0.0
-        elif simulated:
-            bubble = max(0.0, self._length(plan, stages, message) - compute - over_tp)
-            messages = 0.0
-        else:
-            others = (
-                sum(one.forward + one.backward for each in ranks for one in each) - (compute + over_tp) / m
-            )
-            bubble = others * _ramp(plan)
-        update = max(self._update(plan, each) for each in ranks)
-        last = min(
-            sum(one.backward for one in each) for each in ranks
-        )  # of the rank whose gradients are late
-        over_dp, hides = max((self._over_dp(plan, each) for each in ranks), key=sum)
-        covered = {3: m * sum(each.forward + each.backward for each in slowest), 2: m * last}.get(
-            plan.zero, last
-        )
-        hidden = min(hides, covered) if plan.overlap else 0.0
-        waits = over_dp + (
+        cut = self._cut(plan, part, samples)
+        slowest, m = cut.slowest, plan.microbatches
+        compute, over_tp = m * (slowest.seconds - slowest.tp), m * slowest.tp
+        message = self.seconds_of("send", cut.message, 2, plan.dp * plan.tp) if plan.pp > 1 else 0.0
+        bubble, messages = 0.0, 2 * message * (len(cut.stages) - 1)
+        if plan.pp > 1 and simulated:
+            bubble, messages = max(0.0, self._length(plan, cut.stages, message) - compute - over_tp), 0.0
+        elif plan.pp > 1:
+            bubble = (cut.seconds - slowest.seconds) * _ramp(plan)
+        last = min(each.backward for each in cut.ranks)  # of the rank whose gradients are late
+        covered = {3: m * slowest.seconds, 2: m * last}.get(plan.zero, last)
+        over_dp, hides = max((self._over_dp(plan, each) for _, each in cut.largest), key=sum)
+        exposed = (
             overlapped_seconds(self._cluster.device, covered, hides) - covered if plan.overlap else hides
         )
         breakdown = {
-            "compute": compute,
-            "tp": over_tp,
-            "bubble": bubble,
-            "pp": messages,
-            "dp": waits,
-            "update": update,
-        }
+            "compute": compute, "tp": over_tp, "bubble": bubble, "pp": messages, "dp": over_dp + exposed,
+            "update": max(self._update(plan, each) for _, each in cut.largest),
+        }  # fmt: skip
         memory = max(
-            (self._memory(plan, stages, rank, each, samples) for rank, each in enumerate(ranks)),
-            key=lambda found: sum(found.values()),
-        )
+            (self._memory(plan, cut, rank, each, samples) for rank, each in cut.largest), key=lambda found: sum(found.values())
+        )  # fmt: skip
         sent = {
-            "tp": m * sum(each.tp_bytes for each in slowest),
-            "pp": m * self._most_over_pp(plan, stages, ranks),
-            "dp": max(self._dp_bytes(plan, each) for each in ranks),
+            "tp": m * slowest.tp_bytes, "pp": m * max(each.over_pp for each in cut.ranks),
+            "dp": max(self._dp_bytes(plan, each) for _, each in cut.largest),
         }  # fmt: skip
         return ClusterStep(
             plan=plan, samples=samples, seconds=sum(breakdown.values()), breakdown=breakdown, memory=memory, sent={axis: each for axis, each in sent.items() if each},
-            hidden=hidden, dp_seconds=over_dp + hides, hides=covered, simulated=simulated or plan.pp == 1,
+            hidden=over_dp + hides - breakdown["dp"], dp_seconds=over_dp + hides, hides=covered, simulated=simulated or plan.pp == 1,
         )  # fmt: skip
+
+    def _cut(self, plan: Plan, part: Stageable, samples: int) -> _Cut:
+        count = plan.num_stages if plan.pp > 1 else 1
+        key = part, plan.pp, count, plan.schedule == "zb-v", samples, plan.recompute
+        if key not in self._cuts:
+            stages = part.stages(count, samples, plan.recompute)
+            back = [0, *(each.returned for each in stages[:-1])]
+            numbers = [range(rank, count, plan.pp) for rank in range(plan.pp)]
+            if plan.schedule == "zb-v" and plan.pp > 1:
+                numbers = [(rank, count - 1 - rank) for rank in range(plan.pp)]
+            ranks = tuple(
+                _rank_work([stages[number] for number in own], [back[number] for number in own])
+                for own in numbers
+            )
+            self._cuts[key] = _Cut(
+                stages=stages, ranks=ranks, slowest=max(ranks, key=lambda each: each.seconds), largest=tuple(_largest(ranks)),
+                message=max(max(each.sent, each.returned) for each in stages), seconds=sum(each.seconds for each in ranks),
+            )  # fmt: skip
+        return self._cuts[key]
 
     def seconds_of(self, collective: Any, num_bytes: int, ranks: int, stride: int) -> float:
         """Of one among `ranks` ranks, `stride` apart."""
@@ -142,23 +172,6 @@ class StepPricer:
                 self._cluster, collective, num_bytes, range(0, ranks * stride, stride)
             )
         return self._collective[key]
-
-    def _messages(self, plan: Plan, stages: Sequence[StageWork]) -> tuple[float, float]:
-        """Seconds of the largest message from one stage to the next, and of those that ramps wait for."""
-        if plan.pp == 1:
-            return 0.0, 0.0
-        most = max(max(each.sent, each.returned) for each in stages)
-        one = self.seconds_of("send", most, 2, plan.dp * plan.tp)
-        return one, 2 * one * (len(stages) - 1)
-
-    def _most_over_pp(
-        self, plan: Plan, stages: Sequence[StageWork], ranks: Sequence[Sequence[StageWork]]
-    ) -> int:
-        """Bytes that a rank hands over for a microbatch: values to the next stage, and gradients to the one before."""
-        if plan.pp == 1:
-            return 0
-        back = {id(stage): before.returned for before, stage in pairwise(stages)}
-        return max(sum(each.sent + back.get(id(each), 0) for each in own) for own in ranks)
 
     def _length(self, plan: Plan, stages: Sequence[StageWork], message: float) -> float:
         """Of the chunks of a step, on paper: of so many microbatches that more of them take as long each."""
@@ -175,18 +188,18 @@ class StepPricer:
         one, two = length(few), length(few + p)
         return one + (two - one) / p * (m - few)
 
-    def _update(self, plan: Plan, stages: Sequence[StageWork]) -> float:
+    def _update(self, plan: Plan, rank: _RankWork) -> float:
         """Parameters, gradients and state are read, parameters and state are written."""
-        trained = sum(each.trained for each in stages) / (plan.dp if plan.zero else 1)
+        trained = rank.trained / (plan.dp if plan.zero else 1)
         moved = trained * (3 + 2 * self._totals.state_factor)
         device = self._cluster.device
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
-    def _over_dp(self, plan: Plan, stages: Sequence[StageWork]) -> tuple[float, float]:
+    def _over_dp(self, plan: Plan, rank: _RankWork) -> tuple[float, float]:
         """Seconds along dp: what nothing hides, and what computation can hide. The last bucket of gradients waits for the last backward."""
         if plan.dp == 1:
             return 0.0, 0.0
-        gradients, m = sum(each.trained for each in stages), plan.microbatches
+        gradients, m = rank.trained, plan.microbatches
 
         def seconds(
             collective: Literal["all_reduce", "all_gather", "reduce_scatter"], num_bytes: int
@@ -199,31 +212,27 @@ class StepPricer:
             return last, max(0.0, all_of_it - last)
         scattered, last = seconds("reduce_scatter", gradients), seconds("reduce_scatter", bucket)
         if plan.zero == 3:
-            gathered = seconds("all_gather", sum(each.parameters for each in stages))
+            gathered = seconds("all_gather", rank.parameters)
             first = gathered * self._totals.unit
             return last + first, m * (2 * gathered + scattered) - last - first
         times = m if plan.zero == 2 else 1
         return last + seconds("all_gather", gradients), max(0.0, times * scattered - last)
 
-    def _dp_bytes(self, plan: Plan, stages: Sequence[StageWork]) -> int:
+    def _dp_bytes(self, plan: Plan, rank: _RankWork) -> int:
         if plan.dp == 1:
             return 0
-        trained, m = sum(each.trained for each in stages), plan.microbatches
-        held = sum(each.parameters for each in stages)
+        trained, held, m = rank.trained, rank.parameters, plan.microbatches
         if plan.zero == 3:
             rest = round(self._totals.rest * held)
             return -(-(rest + 2 * m * (held - rest)) // plan.dp) + m * trained
         return trained * (m if plan.zero == 2 else 1) + (-(-trained // plan.dp) if plan.zero else 0)
 
-    def _memory(
-        self, plan: Plan, stages: Sequence[StageWork], rank: int, own: Sequence[StageWork], samples: int
-    ) -> dict[str, int]:
-        parameters, trained = sum(each.parameters for each in own), sum(each.trained for each in own)
+    def _memory(self, plan: Plan, cut: _Cut, number: int, rank: _RankWork, samples: int) -> dict[str, int]:
+        parameters, trained, kept = rank.parameters, rank.trained, rank.kept
         slices = plan.dp if plan.zero else 1
-        kept = own[0].kept
         if plan.pp > 1:
-            chunks = chunks_in_flight(plan.schedule, plan.pp, rank, plan.microbatches, len(own))
-            kept = round(chunks * sum(each.kept for each in own) / len(own))
+            chunks = chunks_in_flight(plan.schedule, plan.pp, number, plan.microbatches, cut.per_rank)
+            kept = round(chunks * kept / cut.per_rank)
         exchange = {1: trained, 2: min(trained, 2 * plan.bucket_bytes)}.get(plan.zero, 0)
         if plan.zero == 3 and plan.dp > 1:
             exchange = 2 * _UNIT_COPIES * round(self._totals.unit * parameters)
@@ -231,12 +240,40 @@ class StepPricer:
             "parameters": -(-parameters // slices) if plan.zero == 3 else parameters,
             "gradients": -(-trained // slices),
             "optimizer": round(self._totals.state_factor * trained) // slices,
-            "buffers": sum(each.buffers for each in own),
+            "buffers": rank.buffers,
             "batch": self._totals.batch * samples,
             "kept": kept,
-            "temporaries": max(each.again for each in own),
+            "temporaries": rank.again,
             "exchange": exchange,
         }  # fmt: skip
+
+
+def _rank_work(stages: Sequence[StageWork], back: Sequence[int]) -> _RankWork:
+    """back: bytes of gradients that go back from each of its stages."""
+
+    def total(name: str) -> Any:
+        return sum(getattr(each, name) for each in stages)
+
+    names = ("forward", "backward", "tp", "tp_bytes", "kept", "parameters", "trained", "buffers")
+    return _RankWork(
+        again=max(each.again for each in stages), over_pp=total("sent") + sum(back), **{name: total(name) for name in names}
+    )  # fmt: skip
+
+
+def _largest(ranks: Sequence[_RankWork]) -> Iterator[tuple[int, _RankWork]]:
+    """Later ranks have fewer microbatches in flight."""
+    found: list[_RankWork] = []
+    for number, rank in enumerate(ranks):
+        sizes = _sizes(rank)
+        if not any(
+            all(one >= other for one, other in zip(_sizes(each), sizes, strict=True)) for each in found
+        ):
+            found.append(rank)
+            yield number, rank
+
+
+def _sizes(rank: _RankWork) -> tuple[int, ...]:
+    return rank.parameters, rank.trained, rank.buffers, rank.kept, rank.again
 
 
 def _ramp(plan: Plan) -> float:
