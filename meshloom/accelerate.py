@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 from accelerate.utils.operations import recursively_apply
-from torch import nn
+from torch import Tensor, nn
 
 import meshloom as ml
 from meshloom.comm.objects import collect, share
@@ -29,10 +29,10 @@ from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_rank, ranks_aside
 from meshloom.launch.first_of_host import first_of_host
+from meshloom.loops import means
 from meshloom.loops.loader import loader
 from meshloom.loops.loader_parts import SharedCollate
-from meshloom.loops.means import gather, mean
-from meshloom.loops.means import sum as sum_over_replicas
+from meshloom.loops.means import gather, reduced
 from meshloom.loops.parallel import accumulate, modules, was_made, whole
 from meshloom.loops.part_tensor import whole_tensor
 from meshloom.loops.ranks import ranks
@@ -181,10 +181,17 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Of shares: their sum, their mean by samples, or the largest; of whole batches the same."""
-        if self._is_alone or not self._reading.shares or reduction == "none":
+        if reduction == "none":
             return super().reduce(tensor, reduction, scale)
-        of_all = {"sum": sum_over_replicas, "mean": mean, "max": lambda x: gather(x[None]).amax(0)}
-        return recursively_apply(of_all[reduction], tensor, error_on_other_type=True)
+        if self._is_alone or not self._reading.shares:
+            return means.reported(super().reduce(tensor, reduction, scale))
+
+        def of_all(x: Tensor) -> Tensor:
+            if reduction == "max":
+                return gather(x[None]).amax(0)
+            return reduced(x, by_samples=reduction == "mean")
+
+        return means.reported(recursively_apply(of_all, tensor, error_on_other_type=True))
 
     def check_trigger(self) -> bool:
         mine = self.flag_tensor is not None and bool(self.flag_tensor)

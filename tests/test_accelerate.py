@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import meshloom as ml
+from meshloom.cli.main import main
 from meshloom.core.errors import JobError, PlanError
 from tests.processes import on_ranks
 
@@ -23,6 +24,35 @@ from tests.accelerated_loop import on_a_rank, trained, with_a_plain_accelerator 
 
 PLANS = ("dp=2", "dp=2,zero=3", "tp=2")
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}  # sums of another order
+
+REDUCED = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from meshloom.accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+rows = TensorDataset(torch.randn(30, 3))
+model, loader, held_out = nn.Linear(3, 1), DataLoader(rows, 6), DataLoader(rows, 10)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+for (x,) in loader:
+    model.eval()
+    for (y,) in held_out:
+        found = model(y).detach()
+        accelerator.reduce(found.mean(), "mean"), accelerator.reduce({"sum": found.sum()})
+        accelerator.gather(found), accelerator.gather_for_metrics(found)
+    model.train()
+    loss = model(x).pow(2).mean()
+    found = loss.detach()
+    accelerator.reduce(found, "mean"), accelerator.reduce([len(x) * found, torch.tensor(len(x))], "sum")
+    accelerator.reduce(x.max(), "max"), accelerator.reduce(found, "none")
+    accelerator.gather(x), accelerator.gather_for_metrics(x), accelerator.gather_for_metrics(["any"])
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +115,18 @@ def test_in_one_process_it_is_accelerate_s(tmp_path: Path, alone: tuple[list[Any
     assert files(tmp_path) == files(alone[1])
     with pytest.raises(PlanError, match=r"this script is one process. Start it with meshloom run"):
         ml.accelerate.Accelerator(plan="dp=2")
+
+
+@pytest.mark.processes
+def test_what_is_reduced_is_verified_in_training_and_in_evaluation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "train.py").write_text(REDUCED)
+    assert main(["verify", str(tmp_path / "train.py"), "--plan", "dp=2"]) == 0
+    told = (
+        capfd.readouterr().out
+    )  # of each step 2 gradients, 2 parameters, 3 times 2 values in evaluation, and 4
+    assert "EQUAL" in told and "(3 steps of an optimizer, 42 tensors)" in told, told
 
 
 def test_gathering_is_of_the_innermost_epoch_also_after_one_that_ended_early():

@@ -175,7 +175,7 @@ def watched(text: str, folder: Path) -> dict[str, Any]:
     """What becomes of a script, which is not verified."""
     (folder / "train.py").write_text(text)
     words = [folder / "told.json", "120", folder / "train.py"]
-    command = [sys.executable, "-m", "meshloom.cli.watched_script", *map(str, words)]
+    command = [sys.executable, "-m", "meshloom.cli.verb_adopt", *map(str, words)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "told.json").read_text())

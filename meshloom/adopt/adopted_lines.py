@@ -14,6 +14,7 @@ from meshloom.adopt.source_lines import SourceLines, root_of
 from meshloom.adopt.watched_loop import ModuleCall, UserFrame, Watch, parameters_of
 
 Frames = Sequence[UserFrame]
+_Shared = tuple[SourceLines, Any, str]  # an expression, or a name and the statement before which it is whole
 _COUNT = re.compile(r"(int\()?(len\([^()]*\)|[^()]*\.(size\(0\)|shape\[0\]))\)?")  # of rows
 _NO_NAME = "is trained, and has no name where its optimizer is made: write model = ml.parallel(model) before."
 _NO_LOADER = "The loader of training has no name where it is made. Write ml.loader(...) around it."
@@ -37,9 +38,8 @@ class AdoptedLines:
         self._loaders = dict.fromkeys(each for call in self._calls for each in call.loaders)
         modules = dict.fromkeys(each.module for each in self._calls)
         inner = {id(each) for one in modules for each in one.modules() if each is not one}
-        if trainers:
-            written = [self._write_adapter(*each) for each in trainers.items()]
-        else:
+        written = [self._write_adapter(*each) for each in trainers.items()]
+        if not trainers:
             written = [self._write_module(each) for each in modules if id(each) not in inner]
             for each in self._loaders:
                 self._write_loader(each)
@@ -49,13 +49,12 @@ class AdoptedLines:
             for frames, rows in watch.draws.values():
                 self._write_draw(frames, rows)
             for _, source, call in self._calls_at(watch.backwards.values()) if total else ():
-                of_loss = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-                source.wrap([*call.args, *of_loss][0], "sum")
+                source.wrap(call.args[0] if call.args else call.func.value, "sum")
         if waiting := len(watch.optimizers) - len(watch.stepped):
             self.notes.append(f"{waiting} of {len(watch.optimizers)} optimizers made no step meanwhile.")
         for number, source in enumerate(self.sources.values()):
             for node in source.nodes:
-                if isinstance(node, ast.Call) and source.text(node.func) == "torch.save":
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.save":
                     source.replace(node.func, f"{source.ml}.save")
             if source.edits or number == 0:  # ranks are hidden from all that the script imports
                 source.write_import()
@@ -67,19 +66,20 @@ class AdoptedLines:
                 yield frame, source, call
 
     def _write_adapter(self, trainer: Any, library: str) -> bool:
-        kind = type(trainer).__name__
-        for _, source, call in self._calls_at(self._watch.made[trainer][:1]):
-            function, new = source.text(call.func), f"{source.ml}.{library}.{kind}"
-            if library == "pytorch_lightning" or function.split(".")[-1] != kind:
+        kind, frames = type(trainer).__name__, self._watch.made[trainer][:1]
+        for _, source, call in self._calls_at(frames if library != "pytorch_lightning" else ()):
+            function, of_library = ast.unparse(call.func), f"{source.ml}.{library}"
+            if function.split(".")[-1] != kind:
                 break
             if library == "lightning":
-                texts = {"strategy": f"{source.ml}.lightning.Strategy()", "devices": "1", "num_nodes": "1"}
+                texts = {"strategy": f"{of_library}.Strategy()", "devices": "1", "num_nodes": "1"}
                 source.write_keywords(call, texts)
-                return True
-            if kind not in ("Trainer", "Accelerator"):
-                new, bases = f"Parallel{kind}", f"{source.ml}.{library}.Parallel, {function}"
-                source.write_line(source.statement(call), f"class {new}({bases}): pass")
-            source.replace(call.func, new)
+            elif kind in ("Trainer", "Accelerator"):
+                source.replace(call.func, f"{of_library}.{kind}")
+            else:
+                subclass = f"class Parallel{kind}({of_library}.Parallel, {function}): pass"
+                source.write_line(source.statement(call), subclass)
+                source.replace(call.func, f"Parallel{kind}")
             return True
         self.notes.append(_BY_HAND[library])
         return False
@@ -89,12 +89,12 @@ class AdoptedLines:
         calls = [each for each in self._calls if each.module is module]
         frames = [*(self._watch.made[each] for each in own), *(each.frames[::-1] for each in calls)][0]
         methods = sorted({each.method.co_name for each in calls if each.method})
-        batch = {name: self._dim for each in calls if self._dim and not each.loaders for name in each.shapes}
+        batch = {name: self._dim for each in calls if self._dim and not each.loaders for name in each.inputs}
         words = f"{f', methods={methods}' if methods else ''}{f', batch={batch}' if batch else ''}"
         for frame, source, call in self._calls_at(frames):
             if frame.names.get("self") is module or not (names := frame.names_of(module)):
                 continue
-            name = next((each for each in names if each in source.text(source.statement(call))), names[0])
+            name = next((each for each in names if each in ast.unparse(source.statement(call))), names[0])
             assigned = f"{name} = " if frame.owns(name) or not name.isidentifier() else ""
             before = source.before_loops(call, name)  # what is made once becomes parallel once
             source.write_line(before, f"{assigned}{source.ml}.parallel({name}{words})")
@@ -107,7 +107,7 @@ class AdoptedLines:
         frames = self._watch.made.get(loader, [])
         for frame, source, call in self._calls_at(frames):
             there = [at for each in others for at in self._watch.made[each] if at.place == frame.place]
-            if frame is frames[0] and not there and source.text(call.func).endswith(type(loader).__name__):
+            if frame is frames[0] and not there and ast.unparse(call.func).endswith(type(loader).__name__):
                 source.wrap(call, "loader")
                 return
             statement = [source.statement(call), *(source.loops(call) if there else [])][-1]
@@ -122,56 +122,51 @@ class AdoptedLines:
         """Of batches that come from no loader: of names just before a call, of other expressions where they stand."""
         calls = [each for each in self._calls if self._dim is not None and not each.loaders]
         found = dict.fromkeys(each for call in calls for each in self._batch(call))
-        found = [each for each in found if not (each[2] and any(_is_still(one, each) for one in found))]
-        words = ", dim=1" if self._dim else ""
-        for source, at in dict.fromkeys((source, at) for source, at, name in found if name):
-            names = ", ".join(name for *there, name in found if there == [source, at] and name)
-            given = f"({names})" if "," in names else names
-            source.write_line(at, f"{names} = {source.ml}.share({given}{words})")
+        words, names = ", dim=1" if self._dim else "", dict[tuple[SourceLines, Any], list[str]]()
+        shared = set[tuple[ast.AST, str]]()  # names of a scope, once
         for source, at, name in found:
             if not name:
                 source.wrap(at, "share", words)
+            elif (key := (source.scopes(at)[0], name)) not in shared:
+                shared.add(key)
+                names.setdefault((source, at), []).append(name)
+        for (source, at), each in names.items():
+            given = ", ".join(each)
+            whole = f"({given})" if each[1:] else given
+            source.write_line(at, f"{given} = {source.ml}.share({whole}{words})")
         if self._calls and not self._loaders and not found:
             self.notes.append(_NO_BATCH)
 
-    def _batch(self, call: ModuleCall) -> Iterator[tuple[SourceLines, ast.AST, str]]:
-        """What the arguments of a call are, and other tensors of as many rows that its loss takes: a name and the statement before which it is
-        whole, or an expression and no name."""
+    def _batch(self, call: ModuleCall) -> Iterator[_Shared]:
+        """What the arguments of a call are, and other tensors of as many rows that its loss takes."""
         dim, returns, given = self._dim or 0, True, True
         for number, frame in enumerate(call.frames):
             lengths, arguments = frame.rows(dim), frame.arguments()
             for _, source, at in self._calls_at([frame]) if returns or given else ():
-                for value in (*(_arguments(at) if given else ()), *(source.readers(at) if returns else ())):
-                    read = [(each, name) for each, name in _reads(value) if name in lengths]
-                    if isinstance(value, ast.Call) and not read:
-                        yield source, value, ""
-                    for each, name in read:
-                        if isinstance(each, ast.Subscript) and not dim:
-                            yield source, each, ""
-                        elif name not in arguments and (
-                            call.rows(dim) in lengths[name] or isinstance(value, ast.Call)
-                        ):
-                            for one in source.made_of(at, name, lengths) if dim else [name]:
-                                yield from self._before(call.frames[number:], one)
+                for each, name in _reads(*(source.readers(at) if returns else [at])):
+                    if isinstance(each, ast.Subscript) and name in lengths and not dim:
+                        yield source, each, ""
+                    elif call.rows(dim) in lengths.get(name, ()) and name not in arguments:
+                        whole = source.made_of(at, name, lengths) if dim else [name]
+                        yield from (one for each in whole for one in self._before(call.frames[number:], each))
                 given = given and any(each in lengths for each in arguments)  # the caller's
                 returns = returns and isinstance(source.statement(at), ast.Return)
 
-    def _before(self, frames: Frames, name: str) -> Iterator[tuple[SourceLines, ast.AST, str]]:
-        for frame, source, at in self._calls_at(frames):
-            if frame.owns(name):
-                yield source, source.before_loops(at, name), name
-                return
+    def _before(self, frames: Frames, name: str) -> Sequence[_Shared]:
+        owners = (each for each in self._calls_at(frames) if each[0].owns(name))
+        return [(source, source.before_loops(at, name), name) for _, source, at in owners][:1]
 
     def _write_draw(self, frames: Frames, rows: int) -> None:
         """Draw for the whole batch, and take the share: what counts the rows of a share counts those of the batch."""
         in_a_method = {each.method for each in self._calls} & {each.frame.f_code for each in frames}
         for _, source, call in self._calls_at([] if in_a_method else frames[:1]):
             for each in self._counts(call, frames, rows):
-                source.replace(each, f"int({source.ml}.sum({source.text(each)}))")
-            for each in call.args[:1] if source.text(call.func).endswith("_like") else []:
+                source.replace(each, f"int({source.ml}.sum({ast.unparse(each)}))")
+            for each in call.args[:1] if ast.unparse(call.func).endswith("_like") else []:
                 source.wrap(each, "gather")
-            for each in _arguments(call):
-                of, _, what = source.text(each).rpartition(".")
+            for each in (*call.args, *call.keywords):
+                each = each.value if isinstance(each, ast.Starred | ast.keyword) else each
+                of, _, what = ast.unparse(each).rpartition(".")
                 if what in ("shape", "size()"):
                     source.replace(each, f"{source.ml}.gather({of}).{what}")
             source.wrap(call, "share")
@@ -186,38 +181,20 @@ class AdoptedLines:
                 number = frames[0].names.get(each.id) if not values else None
                 callers = self._calls_at(frames[1:2]) if isinstance(number, int) and number == rows else ()
                 given = [one for *_, call in callers for one in self._counts(call, frames[1:], rows)]
-            if isinstance(each, ast.expr) and (
-                given or any(_COUNT.fullmatch(ast.unparse(one)) for one in values)
-            ):
+            is_count = given or any(_COUNT.fullmatch(ast.unparse(one)) for one in values)
+            if isinstance(each, ast.expr) and is_count:
                 yield each
             else:
                 yield from self._counts(each, frames, rows)
 
 
-def _is_still(first: tuple[SourceLines, Any, str], then: tuple[SourceLines, Any, str]) -> bool:
-    """Whether a name that is shared at one place is that share at another."""
-    source, at, name = first
-    scope = source.scopes(at)[0]
-    if first == then or (source, name) != (then[0], then[2]) or scope is not source.scopes(then[1])[0]:
-        return False
-    between = range(at.lineno, then[1].lineno)
-    return at.lineno < then[1].lineno and not any(
-        each.lineno in between for each in source.values(scope, name)
-    )
-
-
-def _arguments(call: ast.AST) -> list[ast.expr]:
-    given = [*call.args, *(each.value for each in call.keywords)] if isinstance(call, ast.Call) else []
-    return [each.value if isinstance(each, ast.Starred) else each for each in given]
-
-
-def _reads(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def _reads(*nodes: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Names, and what is indexed by other than a constant, each with the name."""
-    indexed = node
-    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-        indexed = node.value
-    if isinstance(indexed, ast.Name):
-        yield node, indexed.id
-    else:
-        for each in ast.iter_child_nodes(node):
-            yield from _reads(each)
+    for node in nodes:
+        indexed: ast.AST = node
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            indexed = node.value
+        if isinstance(indexed, ast.Name) and isinstance(getattr(node, "ctx", 0), ast.Load):
+            yield node, indexed.id
+        else:
+            yield from _reads(*ast.iter_child_nodes(node))

@@ -54,7 +54,9 @@ class SourceLines:
 
     def stored(self, node: ast.AST) -> set[str]:
         """What gets a value there: names, attributes and entries."""
-        return {self.text(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", 0), ast.Store)}
+        return {
+            ast.unparse(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", 0), ast.Store)
+        }
 
     def values(self, scope: ast.AST, name: str) -> Iterator[ast.expr]:
         """What the name gets in a scope or loop without its inner scopes, itself aside; of a loop, what is gone through."""
@@ -83,17 +85,10 @@ class SourceLines:
                 found.append(each)
         return found
 
-    def text(self, node: ast.AST) -> str:
-        """Its source."""
-        return self.before[slice(*self._span(node))].decode()
-
     def wrap(self, node: ast.AST, function: str, words: str = "") -> None:
         """Write `ml.function(... words)` around an expression."""
         start, end = self._span(node)
-        first = node.elts[0] if isinstance(node, ast.Tuple) else None
-        bare = first is not None and self._span(first)[0] == start
-        self.edits.add((start, 1, start, f"{self.ml}.{function}({'(' * bare}"))
-        self.edits.add((end, 0, end, f"{')' * bare}{words})"))
+        self.edits |= {(start, 1, start, f"{self.ml}.{function}("), (end, 0, end, f"{words})")}
 
     def replace(self, node: ast.AST, text: str) -> None:
         """Write `text` in place of an expression."""
@@ -107,8 +102,7 @@ class SourceLines:
             self.replace(value, texts[name or ""])
         if (name := next(iter(texts))) not in found:
             at = self.before.index(b"(", self._span(call.func)[1]) + 1
-            comma = "," * bool(call.keywords) + " " * (self.before[at : at + 1] not in b")\n")
-            self.edits.add((at, 2, at, f"{name}={texts[name]}{comma}"))
+            self.edits.add((at, 2, at, f"{name}={texts[name]}{', ' * bool(call.keywords)}"))
 
     def write_line(self, node: ast.AST, text: str, *, after: bool = False) -> None:
         """Write a statement before another, or behind it and what else is in its line."""
@@ -126,11 +120,10 @@ class SourceLines:
 
     def texts(self) -> tuple[str, str]:
         """The file as it is, and with what was written."""
-        parts, at = list[bytes](), 0
-        for start, _, end, text in sorted(self.edits):
-            parts += [self.before[at:start], text.encode()]
-            at = end
-        return self.before.decode(), b"".join([*parts, self.before[at:]]).decode()
+        after = self.before
+        for start, _, end, text in sorted(self.edits, reverse=True):
+            after = after[:start] + text.encode() + after[end:]
+        return self.before.decode(), after.decode()
 
     def _within(self, scope: ast.AST) -> Iterator[ast.AST]:
         for each in ast.iter_child_nodes(scope):
@@ -143,8 +136,7 @@ class SourceLines:
             node = self._above[node]
             yield node
 
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
+    def _span(self, node: Any) -> tuple[int, int]:
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 

@@ -70,37 +70,28 @@ class UserFrame(NamedTuple):
 
 
 class ModuleCall:
-    """The outermost call of a module that has parameters, in grad mode. shapes: of its inputs, by name. loaders: whose batches came last
-    before it. method: where it is not the module's own call. trained: whether a backward went through its results. outer: the call of a method
-    of another module, that it was made in."""
+    """The outermost call of a module that has parameters, in grad mode. given: its inputs, by name. loaders: whose batches came last before it.
+    method: where it is not the module's own call. trained: whether a backward went through its results."""
 
-    def __init__(
-        self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any]
-    ) -> None:
-        self.module, self.frames, self.loaders, self.trained = module, frames, loaders, False
-        self.shapes = {name: [tuple(one.shape) for one in _tensors(each)] for name, each in given.items()}
-        self.method: CodeType | None = None
-        self.outer: ModuleCall | None = None
+    def __init__(self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any], method: CodeType | None = None) -> None:  # fmt: skip
+        self.module, self.frames, self.loaders, self.method = module, frames, loaders, method
+        self.inputs = {name: _tensors(each) for name, each in given.items()}
+        self.trained = False
 
     def rows(self, dim: int) -> int:
         """Of its first input that has the dim."""
-        return next((each[dim] for found in self.shapes.values() for each in found if len(each) > dim), 0)
+        inputs = (each for found in self.inputs.values() for each in found)
+        return next((each.shape[dim] for each in inputs if each.ndim > dim), 0)
 
-    def find_outer(self, running: set[FrameType], evaluated: set[CodeType]) -> None:
-        """At a backward. running: frames that are on the way then. evaluated: what has called modules without gradients."""
+    def outermost(self, passed: set[CodeType]) -> ModuleCall:
+        """The call of a method of another module that it was made in, of none in `passed`; or itself."""
         for at, each in reversed([*enumerate(self.frames)]):
-            owner: Any = each.names.get("self")
-            code = each.frame.f_code
+            owner, code = cast(Any, each.names.get("self")), each.frame.f_code
             within = [*owner.modules()][1:] if isinstance(owner, nn.Module) else []
-            if (
-                each.frame not in running
-                and code not in evaluated
-                and any(one is self.module for one in within)
-            ):
+            if code not in passed and any(one is self.module for one in within):
                 given = {name: each.names.get(name) for name in each.arguments()[1:]}
-                self.outer = ModuleCall(owner, self.frames[at + 1 :], given, self.loaders)
-                self.outer.method = code
-                return
+                return ModuleCall(owner, self.frames[at + 1 :], given, self.loaders, code)
+        return self
 
 
 class Watch:
@@ -117,7 +108,7 @@ class Watch:
         self._latest: list[Any] = []  # the loaders whose batches came last
         self._called = False  # whether a module was called since
         self._drawn: list[tuple[list[UserFrame], int]] = []  # since these batches
-        self._evaluated: set[CodeType] = set()
+        self._passed: set[CodeType] = set()  # what has called modules without gradients, or a backward
         self._undo = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -141,18 +132,17 @@ class Watch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """As a finder of modules: those of adapted libraries are watched from the start."""
         found: Any = PathFinder.find_spec(name, path, target) if name in _ADAPTED else None
-        if found is None:
-            return None
-        run, found.loader.exec_module = found.loader.exec_module, lambda module: (
-            run(module), self._watch(getattr(module, _ADAPTED[name]), "__init__", self._make)
-        )  # fmt: skip
+        if found is not None:
+            run, found.loader.exec_module = found.loader.exec_module, lambda module: (
+                run(module), self._watch(getattr(module, _ADAPTED[name]), "__init__", self._make)
+            )  # fmt: skip
         return found
 
     def trained(self, *, methods: bool) -> list[ModuleCall]:
         """Calls that are trained, where there are optimizers by these. methods: in place of calls within a method of another module, its own."""
         owned = set[int]().union(*map(parameters_of, self.optimizers))
         found = [each for each in self.calls.values() if each.trained]
-        calls = [each.outer if methods and each.outer else each for each in found]
+        calls = [each.outermost(self._passed) for each in found] if methods else found
         return [each for each in calls if not owned or owned & parameters_of(each.module)]
 
     def trainers(self) -> dict[Any, str]:
@@ -170,7 +160,7 @@ class Watch:
         alone = {name: _ALONE.get(name, each) for name, each in kwargs.items()}
         self._unseen(init, owner, *args, **alone)  # a trainer makes others for itself
         if not self._inside:
-            self.made[owner] = _user_frames(_caller(owner))
+            self.made[owner] = _user_frames(owner)
             self.optimizers += [owner] if isinstance(owner, Optimizer) else []
 
     def _start(self, init: Any, iterator: Any, loader: Any) -> None:
@@ -196,37 +186,33 @@ class Watch:
         if self._inside or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
         result = self._unseen(call, module, *args, **kwargs)
-        self._called, frames = True, _user_frames(_caller())
-        key = id(module), frames[0].place if frames else None
+        self._called, frames = True, _user_frames()
+        key = id(module), *(each.place for each in frames[:1])
         if not torch.is_grad_enabled():
-            self._evaluated |= {each.frame.f_code for each in frames}
+            self._passed |= {each.frame.f_code for each in frames}
         elif not (key in self.calls and self.calls[key].trained):
             given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             noted = self.calls[key] = ModuleCall(module, frames, given, self._latest)
-            leaves = tree_leaves([result, getattr(result, "__dict__", {})])
-            for each in (each for each in leaves if isinstance(each, Tensor) and each.requires_grad):
-                each.register_hook(lambda _: setattr(noted, "trained", True))
+            for each in _tensors([result, getattr(result, "__dict__", {})]):
+                if each.requires_grad:
+                    each.register_hook(lambda _: setattr(noted, "trained", True))
         return result
 
     def _differentiate(self, backward: Any, *args: Any, **kwargs: Any) -> None:
-        frames = _user_frames(_caller())
-        untrained = [each for each in self.calls.values() if not each.trained]
+        frames = _user_frames()
         backward(*args, **kwargs)
-        for each in (each for each in untrained if each.trained):
-            each.find_outer({each.frame for each in frames}, self._evaluated)
+        self._passed |= {each.frame.f_code for each in frames}
         self.backwards |= {each.place: each for each in frames[:1]}
-        calls = [each for one in self.calls.values() if one.trained for each in (one, one.outer) if each]
-        rows = {each.rows(0) for each in calls}
+        rows = {each.rows(0) for methods in (True, False) for each in self.trained(methods=methods)}
         self.draws |= {each[0].place: (each, length) for each, length in self._drawn if length in rows}
         self._drawn = []
         if not self.optimizers:
             self.end()
 
     def _draw(self, draw: Any, *args: Any, **kwargs: Any) -> Any:
-        found, frame = draw(*args, **kwargs), _caller()
-        seen = self._latest and not self._inside and is_users(frame.f_code.co_filename)
-        if seen and getattr(found, "ndim", 0):
-            self._drawn.append((_user_frames(frame), len(found)))
+        found = draw(*args, **kwargs)
+        if self._latest and not self._inside and getattr(found, "ndim", 0):
+            self._drawn.append((_user_frames(), len(found)))
         return found
 
     def _step(self, optimizer: Optimizer, *_: object) -> None:
@@ -245,19 +231,12 @@ def parameters_of(owner: Optimizer | nn.Module) -> set[int]:
     return {id(each) for group in groups for each in group["params"]}
 
 
-def _caller(owner: Any = None) -> FrameType:
-    """The frame that called what is watched, that of no constructor of `owner`."""
-    frame: Any = inspect.currentframe()
-    while frame.f_code.co_filename == __file__ or (owner is not None and frame.f_locals.get("self") is owner):
-        frame = frame.f_back
-    return frame
-
-
-def _user_frames(frame: FrameType | None) -> list[UserFrame]:
-    """From `frame` outwards."""
-    found: list[UserFrame] = []
+def _user_frames(owner: Any = None) -> list[UserFrame]:
+    """Of what is watched, outwards; of `owner`, which is made, without its constructors."""
+    found, frame = list[UserFrame](), inspect.currentframe()
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        is_within = not found and owner is not None and frame.f_locals.get("self") is owner
+        if is_users(frame.f_code.co_filename) and not is_within:
             _, line, _, column = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
             place = frame.f_code.co_filename, line or 0, column or 0
             found.append(UserFrame(place, dict(frame.f_locals), frame))
@@ -274,10 +253,8 @@ def _tensors(value: Any) -> list[Tensor]:
 def _expressions(value: Any, names: dict[str, Any]) -> Iterator[str]:
     yield from (name for name, each in names.items() if each is value)
     for name, each in names.items():
+        within: dict[Any, Any] = getattr(each, "__dict__", {})
+        within, form = {**within, **within.get("_modules", {})}, ".{}"
         if isinstance(each, dict):
-            entries = islice(cast(dict[Any, Any], each).items(), _FEW)
-            yield from (f"{name}[{key!r}]" for key, one in entries if one is value)
-        else:
-            attributes = getattr(each, "__dict__", {})
-            attributes = {**attributes, **attributes.get("_modules", {})}
-            yield from (f"{name}.{key}" for key, one in attributes.items() if one is value)
+            within, form = dict(islice(cast(dict[Any, Any], each).items(), _FEW)), "[{!r}]"
+        yield from (name + form.format(key) for key, one in within.items() if one is value)

@@ -135,10 +135,6 @@ def _add_adopt(adopt: argparse.ArgumentParser) -> None:
     adopt.add_argument(
         "--seconds", type=float, default=120, help="how long the script may take to the first step of its optimizers (default: 120)"
     )  # fmt: skip
-    adopt.add_argument(
-        "--link", action="append", default=[], metavar="NAME",
-        help="a file or folder beside the script that it only reads, too large for the copy that it is run in; several may be given",
-    )  # fmt: skip
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:

@@ -112,6 +112,7 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
         stack.enter_context(replaced(meshloom, "train_step", reporting))
         for owner in (meshloom, loops_parallel):  # of scripts, of adapters
             stack.enter_context(replaced(owner, "parallel", parallel))
+        stack.enter_context(replaced(means, "reported", reporting))
         for owner, name in product((meshloom, means), ("mean", "sum")):
             stack.enter_context(replaced(owner, name, reporting))
         stack.callback(_write, directory / f"{rank}.json", notes, files, recorder)

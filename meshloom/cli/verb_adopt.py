@@ -1,4 +1,7 @@
-"""`meshloom adopt`: the lines of a loop of one's own are written into a copy of a script, shown as a diff, and verified."""
+"""`meshloom adopt`: the lines of a loop of one's own are written into a copy of a script, shown as a diff, and verified.
+
+As a process by itself it runs the script up to the first step of its optimizers, and writes what becomes of its files.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,34 @@ import argparse
 import difflib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
+from meshloom.adopt.adopted_lines import AdoptedLines
+from meshloom.adopt.watched_loop import Watch
 from meshloom.cli.arguments import parse
+from meshloom.cli.verb_run import execute
 from meshloom.cli.verb_verify_script import ScriptResult, compare_script
 from meshloom.core.errors import JobError
+from meshloom.core.modules.packages import is_users
 from meshloom.core.plan import Plan
+from meshloom.core.random import seed_script
 from meshloom.core.units import format_bytes
 from meshloom.launch.child_environment import script_environment
 from meshloom.launch.devices import choose_devices
-from meshloom.launch.environment import of_no_rank, use_absolute_import_paths
+from meshloom.launch.environment import of_no_rank, script_seed, use_absolute_import_paths
 from meshloom.loops.ranks import check_of_loops
+from meshloom.verify.scripts.recorder import EnoughStepsError
 from meshloom.verify.scripts.script_verdict import is_of_a_sum
 
 _MOST_BYTES = 2**30  # of a copy
 _UNUSED = (".git", ".venv", "__pycache__", "node_modules")
-_TOO_LARGE = f"is too large for the copy that the script runs in ({format_bytes(_MOST_BYTES)}). Name what it only reads as --link PATH."
+_TOO_LARGE = f"is too large for the copy that the script runs in ({format_bytes(_MOST_BYTES)}). Leave absolute symbolic links in place of what it only reads."
 _NOTHING = "NOT ADOPTED: no module was found that trains, or no place where it becomes parallel."
 _WHOLE = "Each replica computes whole batches: shares of them compute something else."
 
@@ -60,74 +70,89 @@ def adopt_script(arguments: argparse.Namespace) -> int:
 
 
 class _Runs:
-    """Runs of the script, each in a copy in `root` of the repository, or else of the folder, that it runs in or else is in."""
+    """Runs of the script in a copy, in `root`, of the repository, or else of the folder, that it is run in or else is in."""
 
     def __init__(self, arguments: argparse.Namespace, plan: Plan, root: Path) -> None:
-        self._arguments, self._plan, self._root = arguments, plan, root
+        self._arguments, self._plan = arguments, plan
+        self._told, self._copy = root / "told.json", root / "copy"
         here, path = Path.cwd().resolve(), Path(arguments.target).resolve()
-        self._here = here if path.is_relative_to(here) else path.parent
-        around = (each for each in (self._here, *self._here.parents) if (each / ".git").exists())
-        self._folder = next(around, self._here)
-        self._script = path.relative_to(self._folder)
+        here = here if path.is_relative_to(here) else path.parent
+        folder = next((each for each in (here, *here.parents) if (each / ".git").exists()), here)
+        found = (each for each in folder.rglob("*") if not {*each.relative_to(folder).parts} & {*_UNUSED})
+        if sum(each.lstat().st_size for each in found) > _MOST_BYTES:
+            raise JobError(f"{folder} {_TOO_LARGE}")
+        shutil.copytree(folder, self._copy, symlinks=True, ignore=shutil.ignore_patterns(*_UNUSED))
+        self.there, self.script = (self._copy / each.relative_to(folder) for each in (here, path))
 
     def watched(self) -> dict[str, Any]:
         """What the watched script has shown. Raises `JobError` where it fails."""
-        copy, told = self._copy(), self._root / "told.json"
         print("running the script up to the first step of its optimizers", file=sys.stderr)
-        words = [told, str(self._arguments.seconds), copy / self._script, *self._arguments.words]
+        words = [self._told, str(self._arguments.seconds), self.script, *self._arguments.words]
         kind, _ = choose_devices(self._plan.mesh, self._arguments.devices)
         done = subprocess.run(
-            [sys.executable, "-m", "meshloom.cli.watched_script", *words], cwd=self._there(copy), env=script_environment(of_no_rank(), 0, kind),
+            [sys.executable, "-m", "meshloom.cli.verb_adopt", *words], cwd=self.there, env=script_environment(of_no_rank(), 0, kind),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
         )  # fmt: skip
-        if not told.exists():
+        if not self._told.exists():
             raise JobError(f"{done.stdout}The script failed before it had trained (exit code {done.returncode}). Its own words follow --.")  # fmt: skip
-        return json.loads(told.read_text())
+        return json.loads(self._told.read_text())
 
     def verified(self, told: dict[str, Any]) -> tuple[Texts, ScriptResult]:
-        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along another dim, or whole ones."""
-        first = told["texts"][0]
+        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along dim 1, or whole ones."""
+        first, *others = told["texts"]
         result = self._result(first)
         if result.factor is not None and is_of_a_sum(result.factor, self._plan.dp):
-            other = self._result(told["total"])
-            return (first, result) if other.code else (told["total"], other)
-        for at, texts in enumerate(told["texts"][1:] if result.code else [], 1):
-            if texts not in told["texts"][:at] and not (other := self._result(texts)).code:
+            others = [told["total"]]
+        for texts in others if result.code else []:
+            if texts != first and not (other := self._result(texts)).code:
                 told["notes"] += [_WHOLE] if texts == told["texts"][-1] else []
                 return texts, other
         return first, result
 
     def _result(self, texts: Texts) -> ScriptResult:
-        copy = self._copy()
-        script = copy / self._script
-        _write(texts, script.parent)
+        _write(texts, self.script.parent)
         options = ["--plan", str(self._plan), "--devices", self._arguments.devices]
-        with chdir(self._there(copy)):
-            result = compare_script(parse(["verify", str(script), *options, "--", *self._arguments.words]))
-        return result._replace(lines=[each.replace(f"{copy}/", "") for each in result.lines])
-
-    def _there(self, copy: Path) -> Path:
-        return copy / self._here.relative_to(self._folder)
-
-    def _copy(self) -> Path:
-        copy, total = Path(tempfile.mkdtemp(dir=self._root)), 0
-        links = {self._here / each for each in self._arguments.link}
-
-        def passed_over(folder: str, names: list[str]) -> list[str]:
-            nonlocal total
-            found = [each for each in names if each in _UNUSED or Path(folder) / each in links]
-            total += sum((Path(folder) / each).lstat().st_size for each in {*names} - {*found})
-            if total > _MOST_BYTES:
-                raise JobError(f"{self._folder} {_TOO_LARGE}")
-            return found
-
-        shutil.copytree(self._folder, copy, symlinks=True, ignore=passed_over, dirs_exist_ok=True)
-        for each in links:
-            (copy / each.relative_to(self._folder)).symlink_to(each)
-        return copy
+        with chdir(self.there):
+            found = compare_script(
+                parse(["verify", str(self.script), *options, "--", *self._arguments.words])
+            )
+        return found._replace(lines=[each.replace(f"{self._copy}/", "") for each in found.lines])
 
 
 def _write(texts: Texts, folder: Path) -> None:
     for _, after, name in texts:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(after.encode())
+
+
+def _watch(target: str, seconds: str, script: str, *words: str) -> None:
+    watch = Watch()
+    signal.signal(signal.SIGALRM, watch.end)
+    signal.setitimer(signal.ITIMER_REAL, float(seconds))
+    seed_script(script_seed())
+    with suppress(EnoughStepsError), watch:
+        execute(script, words)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    files = _own_files(Path(script).absolute())
+    ways = [AdoptedLines(watch, files, dim=dim, total=False) for dim in (0, 1, None)]
+    *texts, total = (
+        [(*each.texts(), files[Path(path)]) for path, each in way.sources.items()]
+        for way in (*ways, AdoptedLines(watch, files, dim=0, total=True))
+    )
+    told = {"notes": ways[0].notes, "modules": ways[0].modules, "texts": texts, "total": total}
+    Path(target).write_text(json.dumps(told), encoding="utf-8")
+
+
+def _own_files(script: Path) -> dict[Path, str]:
+    """The script and the user's files that it has imported, each with its place beside the script."""
+    found = {script: script.name}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix == ".py" and path.is_absolute() and is_users(str(path)) and path != script:
+            inside = name.split(".") + ["__init__"] * (path.stem == "__init__")
+            found[path] = f"{'/'.join(inside)}.py"
+    return found
+
+
+if __name__ == "__main__":
+    _watch(*sys.argv[1:])

@@ -35,7 +35,7 @@ def mean(x: Any, count: Any = None) -> Any:
     """
     if count is not None:
         return sum(x) / sum(count)
-    return _reduced(x, by_samples=True)
+    return reduced(x, by_samples=True)
 
 
 def sum(x: Any) -> Any:  # noqa: A001
@@ -45,7 +45,7 @@ def sum(x: Any) -> Any:  # noqa: A001
     >>> sum(3)
     3
     """
-    return _reduced(x, by_samples=False)
+    return reduced(x, by_samples=False)
 
 
 def gather(x: Any) -> Any:
@@ -68,6 +68,30 @@ def gather(x: Any) -> Any:
     return [item for each in lists for item in each]
 
 
+def reported(x: Any) -> Any:
+    """`x`, which an adapter returns in place of a `mean` or `sum`: `meshloom verify` compares it, too."""
+    return x
+
+
+def reduced(x: Any, *, by_samples: bool) -> Any:
+    """`mean` or `sum`, without the notice of `verify`."""
+    if is_in_a_step():
+        raise JobError(
+            "ml.mean() and ml.sum() are for loops of one's own. A job's loss is the mean over its samples on every plan; return (sum, weight) where it averages over "
+            "something else."
+        )
+    found = _several()
+    if found is None or isinstance(x, str):
+        return x
+    if isinstance(x, Tensor):
+        return _Reduced.apply(x, found, by_samples)
+    if isinstance(x, Sequence):
+        return type(x)(reduced(each, by_samples=by_samples) for each in x)  # pyright: ignore[reportCallIssue]
+    kind = int if isinstance(x, int) and not by_samples else float
+    dtype = torch.int64 if kind is int else torch.float64
+    return kind(_Reduced.apply(torch.tensor(x, dtype=dtype, device=found.device), found, by_samples))
+
+
 def _several() -> LoopRanks | None:
     """The script's ranks; None: there is one replica."""
     return found if has_ranks() and (found := ranks()).plan.dp > 1 else None
@@ -80,24 +104,6 @@ def _share(found: LoopRanks) -> TakenShare:
 
 def _counts(found: LoopRanks) -> bool:
     return _share(found).sizes[found.replica] > 0
-
-
-def _reduced(x: Any, *, by_samples: bool) -> Any:
-    if is_in_a_step():
-        raise JobError(
-            "ml.mean() and ml.sum() are for loops of one's own. A job's loss is the mean over its samples on every plan; return (sum, weight) where it averages over "
-            "something else."
-        )
-    found = _several()
-    if found is None or isinstance(x, str):
-        return x
-    if isinstance(x, Tensor):
-        return _Reduced.apply(x, found, by_samples)
-    if isinstance(x, Sequence):
-        return type(x)(_reduced(each, by_samples=by_samples) for each in x)  # pyright: ignore[reportCallIssue]
-    kind = int if isinstance(x, int) and not by_samples else float
-    dtype = torch.int64 if kind is int else torch.float64
-    return kind(_Reduced.apply(torch.tensor(x, dtype=dtype, device=found.device), found, by_samples))
 
 
 def _factors(found: LoopRanks, *, by_samples: bool) -> tuple[list[float], float]:
