@@ -4,7 +4,7 @@ parameters stay in their stages."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -12,13 +12,20 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.schedules.timing import Durations
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.duplicated_nodes import (
     duplicate_reshards,
     restore_routed_rows,
     split_fused_layers,
 )
-from meshloom.pipeline.stages.plan_cuts import choose_stages, schedule_of, stored_cuts
+from meshloom.pipeline.stages.plan_cuts import (
+    StageTimes,
+    choose_stages,
+    schedule_of,
+    stage_times,
+    stored_cuts,
+)
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here
@@ -60,6 +67,9 @@ class StageCutter:
         self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
         self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._decided: list[_Decided] = []  # of programs that differ in more than sizes
+        self._times: StageTimes | None = (
+            None  # of the first program that trains, if they determine the schedule
+        )
         self._schedules: dict[int, Schedule] = {}  # by number of microbatches
 
     @property
@@ -84,7 +94,7 @@ class StageCutter:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The plan's schedule for `num_microbatches`."""
         if num_microbatches not in self._schedules:  # greedy schedules take a while to build
-            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches)
+            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches, self._times)
         return self._schedules[num_microbatches]
 
     def has_cut(self, program: Program) -> bool:
@@ -132,6 +142,8 @@ class StageCutter:
                 group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
             )
             self.choice = self.choice or choice
+            if full.training and self._times is None:
+                self._set_times(choice, group)
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and full.training:
             # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
@@ -140,6 +152,15 @@ class StageCutter:
             kept = frozenset(share(group, decided))
         stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
         return _Decided(program=full, stage_of=stage_of, kept=kept, pinned=self._pinned())
+
+    def _set_times(self, choice: CutChoice | None, group: Group) -> None:
+        """All ranks search their schedule by the same numbers, and so find the same."""
+        times: StageTimes | None = None
+        if choice and self.rates:
+            times = stage_times(self._plan, choice.stages, self.rates, self.sizes)
+        if shared := share(group, asdict(times) if times else None):
+            self._times = StageTimes(durations=Durations(**shared["durations"]), limits=shared["limits"])
+            self._schedules.clear()
 
     def _rates_here(self, full: Program) -> Rates:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
