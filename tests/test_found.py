@@ -244,6 +244,25 @@ def test_processes_run_it_and_equal_one_device(widths: tuple[int, ...], plan: st
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("silent_export")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,pp=2,tp=2,microbatches=3,zero=1,recompute=full",
+        "dp=2,pp=2,microbatches=3,zero=3,cuts=blocks.1",
+        "pp=3,microbatches=5,recompute=selective,memory_bytes=1GiB",
+        "pp=2,tp=2,microbatches=2,precision=bf16-mixed",
+    ],
+)
+def test_it_goes_with_other_settings(plan: str):
+    report = verify(
+        make_job("gpt", "adamw"), Plan.parse(f"{plan},schedule=found"), devices="simulated", steps=2, dtype=torch.float64 if "bf16" not in plan else None
+    )  # fmt: skip
+    assert report is not None
+    assert report.passed, report.worst()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize(("widths", "plan"), CASES)
 def test_all_ranks_have_the_list_of_the_deciding_rank(widths: tuple[int, ...], plan: str):
     """Each has rates of its own; one rank's decide. A short batch has the list of fewer microbatches."""

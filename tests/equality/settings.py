@@ -31,7 +31,7 @@ OF_PLANS: dict[str, tuple[str, ...]] = {
     "microbatches": ("1", "2", "3"),
     "zero": ("0", "1", "2", "3", "3 within 2"),
     "exchange": ("all_reduce", "ring", "server", "2 servers"),
-    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "found"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
     "cuts": ("chosen", "named"),
     "recompute": ("none", "full", "selective"),
     "precision": ("float32", "bf16-mixed", "fp16-mixed", "bf16"),
