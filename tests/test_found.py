@@ -265,7 +265,7 @@ def test_it_goes_with_other_settings(plan: str):
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize(("widths", "plan"), CASES)
 def test_all_ranks_have_the_list_of_the_deciding_rank(widths: tuple[int, ...], plan: str):
-    """Each has rates of its own; one rank's decide. A short batch has the list of fewer microbatches."""
+    """Of two replicas, also for a batch with fewer microbatches."""
     with Trainer(job_of(widths), f"dp=2,{plan},schedule=found", devices="simulated", steps=2) as trainer:
         trainer.fit()
         cutters = [replica.engine.stages.cutter for replica in trainer.replicas]  # type: ignore[union-attr, attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -67,9 +68,7 @@ class StageCutter:
         self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
         self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._decided: list[_Decided] = []  # of programs that differ in more than sizes
-        self._times: StageTimes | None = (
-            None  # of the first program that trains, if they determine the schedule
-        )
+        self._times: StageTimes | None = None  # by which the schedule is searched, if it is
         self._schedules: dict[int, Schedule] = {}  # by number of microbatches
 
     @property
@@ -138,12 +137,11 @@ class StageCutter:
             with self._timings.of("choosing cuts"):
                 chosen = on_rank_0(group, lambda: self._choose(priced_program), PlanError)
             choice, priced = chosen or (None, None)
-            numbers: list[int] = share(
-                group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
-            )
+            numbers, times = share(group, self._shared(full, choice) if choice else None)
             self.choice = self.choice or choice
-            if full.training and self._times is None:
-                self._set_times(choice, group)
+            if self._times is None and times:
+                self._times = StageTimes(durations=Durations(**times["durations"]), limits=times["limits"])
+                self._schedules.clear()
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and full.training:
             # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
@@ -153,14 +151,11 @@ class StageCutter:
         stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
         return _Decided(program=full, stage_of=stage_of, kept=kept, pinned=self._pinned())
 
-    def _set_times(self, choice: CutChoice | None, group: Group) -> None:
-        """All ranks search their schedule by the same numbers, and so find the same."""
-        times: StageTimes | None = None
-        if choice and self.rates:
-            times = stage_times(self._plan, choice.stages, self.rates, self.sizes)
-        if shared := share(group, asdict(times) if times else None):
-            self._times = StageTimes(durations=Durations(**shared["durations"]), limits=shared["limits"])
-            self._schedules.clear()
+    def _shared(self, full: Program, choice: CutChoice) -> tuple[list[int], dict[str, Any] | None]:
+        """The stage of each node; and by what all ranks search the same schedule, if the plan's is searched."""
+        stages = choice.stages if full.training else ()
+        times = stage_times(self._plan, stages, self._rates_here(full), self.sizes)
+        return [choice.stage_of[node.name] for node in full.nodes], asdict(times) if times else None
 
     def _rates_here(self, full: Program) -> Rates:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
