@@ -76,7 +76,7 @@ NAMES = [
 REFUSALS = re.compile(
     "can be cut at|cannot be divided like the first one|since the first program was cut|the last has nothing to compute"
 )
-SCHEDULES = ["gpipe", "1f1b", "1f1b", "interleaved", "zb-h1", "zb-v"]
+SCHEDULES = ["gpipe", "1f1b", "1f1b", "interleaved", "zb-h1", "zb-v", "found"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,6 +127,7 @@ def on_ranks(plan: str, loss: Loss, steps: int = 2) -> list[Any]:
         ("pp=2,microbatches=4,schedule=interleaved,virtual_stages=2", over_samples),
         ("pp=2,microbatches=3,schedule=zb-h1", over_tokens),
         ("pp=2,microbatches=4,schedule=zb-v", over_samples),
+        ("pp=2,microbatches=4,schedule=found", over_tokens),
         pytest.param("pp=3,microbatches=3,schedule=gpipe", over_tokens, marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,microbatches=2,schedule=1f1b", over_tokens, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2,microbatches=2,schedule=1f1b", over_samples, marks=pytest.mark.slow),

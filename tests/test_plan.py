@@ -43,7 +43,7 @@ pipelines = st.builds(
     dp=counts,
     pp=st.integers(2, 10**6),
     microbatches=counts,
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "found"]),
 ) | st.lists(patterns, min_size=1, max_size=4).map(lambda cuts: Plan(pp=len(cuts) + 1, cuts=tuple(cuts)))
 shares = st.floats(0.0, 1.0, exclude_min=True)
 several = st.integers(2, 10**6)

@@ -32,6 +32,7 @@ def bound(name: str, p: int, m: int, v: int, rank: int) -> int:
         "interleaved": 2 * (p - rank - 1) + (v - 1) * p + 1 if v > 1 else p - rank,
         "zb-h1": p,
         "zb-v": 2 * p,
+        "found": p - rank,
     }
     return min(m * v, published[name])
 
@@ -156,7 +157,10 @@ def test_too_many_in_flight():
 @pytest.mark.parametrize(
     ("settings_", "sentence"),
     [
-        (("2f2b", 2, 2), "schedule=2f2b is not known. Use one of gpipe, 1f1b, interleaved, zb-h1, zb-v."),
+        (
+            ("2f2b", 2, 2),
+            "schedule=2f2b is not known. Use one of gpipe, 1f1b, interleaved, zb-h1, zb-v, found.",
+        ),
         (("1f1b", 2, 2, 2), "schedule=1f1b has 1 stage on a rank, not virtual_stages=2."),
         (("zb-v", 2, 2, 3), "schedule=zb-v has 2 stages on a rank, not virtual_stages=3."),
         (("gpipe", 2, 0), "it has pp=2, microbatches=0, virtual_stages=1"),

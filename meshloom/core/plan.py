@@ -87,7 +87,8 @@ class Plan:
     tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules inside them, are sharded
         over tp: `column` (output features), `row` (input features), `vocabulary`, `heads`, `channels`, `experts`, `dim0`,
         `dim1`, ..., or `replicated`. All others are chosen by cost.
-    schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`.
+    schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`;
+        `found` is searched for the stages of the plan.
     virtual_stages: stages on each rank along pp; 0: the schedule's minimum.
     cuts: names of the modules that begin the stages after the first, in order. Empty: those of the fastest slowest stage.
 

@@ -39,6 +39,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = {
     "interleaved": ScheduleEntry(builder=f"{_BUILDERS}:interleaved", stages_per_rank=2, any_number=True),
     "zb-h1": ScheduleEntry(builder=f"{_BUILDERS}:zero_bubble", split=True),
     "zb-v": ScheduleEntry(builder=f"{_BUILDERS}:zero_bubble_v", stages_per_rank=2, split=True),
+    "found": ScheduleEntry(builder="meshloom.pipeline.schedules.found:found"),
 }
 
 

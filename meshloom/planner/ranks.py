@@ -17,6 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.plan_cuts import schedule_of
 from meshloom.pipeline.stages.stage_cutter import stages_of_part
@@ -77,12 +78,12 @@ def shares_of(
     default: the job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
     program, stored = readings.of(sizes[0]).program, readings.stored
-    choice = stages.choice if stages else None
+    choice, schedule = (stages.choice, stages.schedule) if stages else (None, None)
 
     def make() -> tuple[RankShare, ...]:
         part = division.part if division else None
         return rank_shares(
-            program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor, one_copy=one_copy
+            program, plan, len(sizes), part=part, choice=choice, schedule=schedule, optimizer_factor=optimizer_factor, one_copy=one_copy
         )  # fmt: skip
 
     with readings.timings.of("ranks"):
@@ -95,6 +96,7 @@ def shares_of(
             "factor": optimizer_factor,
             "one_copy": one_copy,
             "stages": stage_of,
+            "schedule": str(schedule),
             **(division.depends if division else {}),
         }
         return stored.value("ranks", program, depends, tuple[RankShare, ...], make)
@@ -107,11 +109,12 @@ def rank_shares(
     *,
     part: Partition | None = None,
     choice: CutChoice | None = None,
+    schedule: Schedule | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
     one_copy: bool = False,
 ) -> tuple[RankShare, ...]:
     """[rank along pp]. program: of the largest microbatch, unsharded. part, choice: its sharding and stages,
-    where the plan has tp and pp.
+    where the plan has tp and pp. schedule: of these stages; default: the plan's.
 
     num_microbatches: of a replica, all taken to be as large as the largest. optimizer_factor: bytes of
     optimizer state per byte of parameters. one_copy: replicas are ranks of one host that have parameters and
@@ -127,7 +130,7 @@ def rank_shares(
     stages = stages_of_part(mine, stage_of, part.of(0).routed if part else {}, plan.num_stages)
     in_units = plan.zero == 3 and not one_copy
     kept = [kept_bytes_of(stage, plan.tp, in_units=in_units) for stage in stages]
-    schedule = schedule_of(plan, num_microbatches)
+    schedule = schedule or schedule_of(plan, num_microbatches)
     moments = held_by_stage(schedule)
     ownership = {
         name: tuple(dict.fromkeys(schedule.ranks[stage] for stage in users))

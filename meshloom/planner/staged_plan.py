@@ -11,10 +11,17 @@ from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from meshloom.machine.machine import Machine
 from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.schedules.found import NAME as FOUND
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.intervals import Intervals
-from meshloom.pipeline.stages.plan_cuts import choose_stages, line_of_plan, schedule_of, stored_cuts
+from meshloom.pipeline.stages.plan_cuts import (
+    choose_stages,
+    line_of_plan,
+    schedule_of,
+    stage_times,
+    stored_cuts,
+)
 from meshloom.pipeline.stages.simulate import Simulated, simulate
 from meshloom.pipeline.stages.stage_traffic import StageTraffic, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of
@@ -95,14 +102,19 @@ def stage_plan(
     samples; the first has as many as `choice` is for."""
     relative = [size / sizes[0] for size in sizes]
     sent = traffic_of_stages(microbatches)
+    in_flight = tuple(
+        max(moment[stage] for moment in held_by_stage(schedule)) for stage in range(schedule.num_stages)
+    )
+    if plan.schedule == FOUND:  # the cuts were chosen by what 1f1b holds
+        held = zip(choice.stages, in_flight, strict=True)
+        rank_bytes = tuple(each.state_bytes + each.kept_bytes * most for each, most in held)
+        choice = replace(choice, rank_bytes=rank_bytes)
     return StagePlan(
         plan=plan,
         schedule=schedule,
         choice=choice,
         sizes=tuple(sizes),
-        in_flight=tuple(
-            max(moment[stage] for moment in held_by_stage(schedule)) for stage in range(schedule.num_stages)
-        ),
+        in_flight=in_flight,
         simulated=simulate(schedule, choice.stages, rates.message_seconds, sizes=relative),
         traffic=tuple(
             each for each in sent if schedule.ranks[each.source] != schedule.ranks[each.destination]
@@ -124,7 +136,6 @@ class _Reader:
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
         sizes = plan.largest_share(self.batch_size)
-        schedule = schedule_of(plan, len(sizes))
         program = self._readings.of(sizes[0]).program
         device = program.device.type
         if self._machine is not None and self._machine.device == device:
@@ -141,6 +152,7 @@ class _Reader:
                 crossings[size] = _crossings(
                     cut_into_stages(self._readings.of(size).program, other.stage_of, plan.num_stages)
                 )
+        schedule = schedule_of(plan, len(sizes), stage_times(plan, choice.stages, rates, sizes))
         return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
 
     def _choose(

@@ -15,6 +15,7 @@ from meshloom.core.precisions import PRECISIONS
 from meshloom.core.schedules import SCHEDULES
 from meshloom.data.map_data import Batches
 from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.timing import Durations
 from tests.golden.exact_jobs import JOBS
 
 
@@ -28,6 +29,11 @@ def schedules() -> dict[str, str]:
                 found[f"{name}, {p} ranks, {m} microbatches, {stages} stages each"] = str(schedule).partition(
                     "\n"
                 )[2]
+    for p, m in ((2, 3), (3, 6), (4, 8)):
+        uneven = [1.0 + stage * stage % 3 for stage in range(p)]
+        times = Durations(forward=uneven, input_gradient=uneven[::-1], weight_gradient=uneven, transfer=0.25)
+        schedule = make_schedule("found", p, m, durations=times)
+        found[f"found, {p} uneven ranks, {m} microbatches"] = str(schedule).partition("\n")[2]
     return found
 
 

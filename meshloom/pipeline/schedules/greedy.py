@@ -75,7 +75,7 @@ class _Run:
                     self._free_at[rank] = now + self._durations.of(action)
                     self._run(rank, action, self._free_at[rank])
                     heapq.heappush(times, self._free_at[rank])
-                    heapq.heappush(times, self._free_at[rank] + self._durations.transfer)
+                    heapq.heappush(times, self._free_at[rank] + self._durations.transfer_of(action))
         return not self._left
 
     def _best(self, rank: int, now: float) -> Action | None:
@@ -105,14 +105,15 @@ class _Run:
         if action.kind == "F":
             self._held[rank] += 1
             last = stage + 1 == len(self._ranks)
-            self._add(Action(stage, back, number) if last else Action(stage + 1, "F", number), rank, done)
+            after = Action(stage, back, number) if last else Action(stage + 1, "F", number)
+            self._add(after, action, rank, done)
         elif action.kind in ("I", "B") and stage:
-            self._add(Action(stage - 1, back, number), rank, done)
+            self._add(Action(stage - 1, back, number), action, rank, done)
         if action.kind == "I":
             self._ready[rank][Action(stage, "W", number)] = done
         if action.kind in ("W", "B"):
             self._held[rank] -= 1
 
-    def _add(self, action: Action, rank: int, done: float) -> None:
+    def _add(self, action: Action, before: Action, rank: int, done: float) -> None:
         to = self._ranks[action.stage]
-        self._ready[to][action] = done + (self._durations.transfer if to != rank else 0.0)
+        self._ready[to][action] = done + (self._durations.transfer_of(before) if to != rank else 0.0)

@@ -16,6 +16,7 @@ class Durations:
     forward, input_gradient, weight_gradient: [stage], for a full microbatch; an unsplit backward takes the
         sum of the latter two. transfer: from one rank to another, for any value.
     sizes: [microbatch], relative to a full one; empty: all are full.
+    sent, returned: [stage], in place of `transfer`: of what it sends to the next stage, and back to the one before.
     """
 
     forward: Sequence[float]
@@ -23,6 +24,8 @@ class Durations:
     weight_gradient: Sequence[float]
     transfer: float = 0.0
     sizes: Sequence[float] = ()
+    sent: Sequence[float] = ()
+    returned: Sequence[float] = ()
 
     @staticmethod
     def uniform(num_stages: int) -> Durations:
@@ -40,6 +43,11 @@ class Durations:
         else:
             duration = (self.input_gradient if kind == "I" else self.weight_gradient)[stage]
         return duration * self.sizes[action.microbatch] if self.sizes else duration
+
+    def transfer_of(self, action: Action) -> float:
+        """From the action's end to the arrival of its value on another rank."""
+        of_stages = self.sent if action.kind == "F" else self.returned
+        return of_stages[action.stage] if of_stages else self.transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,4 +129,4 @@ def run_on_paper(
 
 def length_of(schedule: Schedule, durations: Durations) -> float:
     """The simulated length of a step."""
-    return run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).length
+    return run_on_paper(schedule, durations.of, lambda before, after: durations.transfer_of(before)).length

@@ -4,17 +4,20 @@ memory limit and recomputation."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.schedules.found import NAME as FOUND
+from meshloom.pipeline.schedules.found import find_schedule, limits_of_1f1b
 from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.schedules.timing import Durations
 from meshloom.pipeline.stages.choose_cuts import CutChoice, choose_cuts, line_of, where_used
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
-from meshloom.pipeline.stages.simulate import step_seconds
+from meshloom.pipeline.stages.simulate import durations_of, step_seconds
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.program_seconds import with_seconds_of_recomputation, work_of
 from meshloom.program.cost.rates import Rates
@@ -23,9 +26,44 @@ from meshloom.program.recompute.recompute import recomputed
 from meshloom.program.store.program_cache import ProgramCache
 
 
-def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:
-    """The plan's schedule for `num_microbatches`."""
-    return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """What schedule=found goes by: the stages of the first program that trains.
+
+    durations: with sizes, where microbatches of a full batch differ. limits: as of `find_schedule`.
+    """
+
+    durations: Durations
+    limits: Sequence[int]
+
+
+def schedule_of(plan: Plan, num_microbatches: int, times: StageTimes | None = None) -> Schedule:
+    """The plan's schedule for `num_microbatches`. times: as `stage_times` gives them; None: not known yet, and
+    schedule=found is 1f1b, by which its stages are cut."""
+    if times is None:
+        return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
+    durations = times.durations
+    if len(durations.sizes) != num_microbatches:  # not a full batch
+        durations = replace(durations, sizes=())
+    return find_schedule(plan.pp, num_microbatches, durations, times.limits)
+
+
+def stage_times(
+    plan: Plan, stages: Sequence[StageCost], rates: Rates, sizes: Sequence[int]
+) -> StageTimes | None:
+    """What the plan's schedule is searched by; None: it is not schedule=found, or there are no costs.
+
+    Ranks hold as many activations as under 1f1b; with memory_bytes as many as there is room for, less one, which
+    is left to what a rank holds besides.
+    """
+    if plan.schedule != FOUND or not stages:
+        return None
+    limits = limits_of_1f1b(plan.pp)
+    if plan.memory_bytes:
+        room = [plan.memory_bytes * plan.tp - each.state_bytes for each in stages]
+        fits = [left // max(each.kept_bytes, 1) - 1 for left, each in zip(room, stages, strict=True)]
+        limits = [max(most, min(fit, 2 * plan.pp)) for most, fit in zip(limits, fits, strict=True)]
+    return StageTimes(durations=durations_of(stages, rates.message_seconds, sizes), limits=limits)
 
 
 def choose_stages(

@@ -7,7 +7,7 @@ that skip stages are ignored: they left earlier than those for the next stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from meshloom.pipeline.schedules.schedule import Action, Kind, Schedule
@@ -98,6 +98,18 @@ def step_seconds(
         return max(ends)  # the first starts at 0
 
     return length
+
+
+def durations_of(
+    stages: Sequence[StageCost], message_seconds: MessageSeconds, sizes: Sequence[int]
+) -> Durations:
+    """The durations of these stages' actions, with their messages. sizes: [microbatch], samples; the largest first."""
+    even = min(sizes) == sizes[0]
+    return replace(
+        _durations_of(stages, () if even else [size / sizes[0] for size in sizes]),
+        sent=[message_seconds(each.sent_bytes) for each in stages],
+        returned=[message_seconds(each.handed_back_bytes) for each in stages],
+    )
 
 
 def _durations_of(stages: Sequence[StageCost], sizes: Sequence[float] = ()) -> Durations:

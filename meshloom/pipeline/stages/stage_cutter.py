@@ -4,7 +4,8 @@ parameters stay in their stages."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -12,13 +13,20 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.schedules.timing import Durations
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.duplicated_nodes import (
     duplicate_reshards,
     restore_routed_rows,
     split_fused_layers,
 )
-from meshloom.pipeline.stages.plan_cuts import choose_stages, schedule_of, stored_cuts
+from meshloom.pipeline.stages.plan_cuts import (
+    StageTimes,
+    choose_stages,
+    schedule_of,
+    stage_times,
+    stored_cuts,
+)
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here
@@ -60,6 +68,7 @@ class StageCutter:
         self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
         self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._decided: list[_Decided] = []  # of programs that differ in more than sizes
+        self._times: StageTimes | None = None  # by which the schedule is searched, if it is
         self._schedules: dict[int, Schedule] = {}  # by number of microbatches
 
     @property
@@ -84,7 +93,7 @@ class StageCutter:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The plan's schedule for `num_microbatches`."""
         if num_microbatches not in self._schedules:  # greedy schedules take a while to build
-            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches)
+            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches, self._times)
         return self._schedules[num_microbatches]
 
     def has_cut(self, program: Program) -> bool:
@@ -128,10 +137,11 @@ class StageCutter:
             with self._timings.of("choosing cuts"):
                 chosen = on_rank_0(group, lambda: self._choose(priced_program), PlanError)
             choice, priced = chosen or (None, None)
-            numbers: list[int] = share(
-                group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
-            )
+            numbers, times = share(group, self._shared(full, choice) if choice else None)
             self.choice = self.choice or choice
+            if self._times is None and times:
+                self._times = StageTimes(durations=Durations(**times["durations"]), limits=times["limits"])
+                self._schedules.clear()
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and full.training:
             # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
@@ -140,6 +150,12 @@ class StageCutter:
             kept = frozenset(share(group, decided))
         stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
         return _Decided(program=full, stage_of=stage_of, kept=kept, pinned=self._pinned())
+
+    def _shared(self, full: Program, choice: CutChoice) -> tuple[list[int], dict[str, Any] | None]:
+        """The stage of each node; and by what all ranks search the same schedule, if the plan's is searched."""
+        stages = choice.stages if full.training else ()
+        times = stage_times(self._plan, stages, self._rates_here(full), self.sizes)
+        return [choice.stage_of[node.name] for node in full.nodes], asdict(times) if times else None
 
     def _rates_here(self, full: Program) -> Rates:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
