@@ -71,7 +71,7 @@ def _errors(pairs: Sequence[tuple[float, float]], prefix: str) -> dict[str, floa
         "signed_percent": errors.mean() * 100,
         "rank_correlation": np.corrcoef(rankdata(predicted), rankdata(measured))[0, 1],
     }
-    return {prefix + name: round(float(value), 3) for name, value in scores.items()}
+    return {prefix + name: round(float(value), 3) for name, value in scores.items() if np.isfinite(value)}
 
 
 def record_of(table: str, row: Row) -> dict[str, Any]:

@@ -302,6 +302,7 @@ RUNS: dict[str, tuple[Runs, str]] = {
     "torchtitan": (torchtitan, "torchtitan"),
     "B200": (simumax_b200, "simumax_b200"),
 }
-RUN_TABLES: dict[str, Callable[[Path, Clusters], Iterator[Row]]] = {"B200, bytes": memory} | {
-    name: partial(_rows, table, runs) for name, (runs, table) in RUNS.items()
+RUN_TABLES: dict[str, Callable[[Path, Clusters], Iterator[Row]]] = {
+    **{name: partial(_rows, table, runs) for name, (runs, table) in RUNS.items()},
+    "B200, bytes": memory,
 }
