@@ -36,7 +36,16 @@ DOCUMENTS = sorted(
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*/*.md")]
     if "decisions" not in path.parts and path.name != "LOG.md"
 )
-USERS = {"job.py", "train.py", "FILE.py", "adopted/train.py", "RUN", "DIR", "runs/a"}
+USERS = {
+    "job.py",
+    "train.py",
+    "FILE.py",
+    "run_glue_no_trainer.py",
+    "adopted/train.py",
+    "RUN",
+    "DIR",
+    "runs/a",
+}
 # README's example is trained and verified by tests/test_examples.py; the first line of the other says how it is started
 RUN_ELSEWHERE = {"README.md", "docs/torch_backend.md"}
 WITH_TRANSFORMERS = {"docs/weights.md", "docs/guides/larger_than_a_device.md"}
