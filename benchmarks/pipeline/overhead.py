@@ -20,6 +20,7 @@ from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.stages.stages import Crossing, Stage
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Input, Meta, Ref
 from meshloom.program.ir.program import Program
 
@@ -91,10 +92,10 @@ class Nothing:
         self._out = {f"x{number + 1}": torch.zeros(META.shape)}
         self._back = {f"x{number}": torch.zeros(META.shape)}
 
-    def give(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+    def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         """Values of an earlier stage."""
 
-    give_gradients = give
+    receive_gradients = receive
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
         """What leaves."""
@@ -128,7 +129,7 @@ def empty_stage(
         parameters={}, buffers={}, constants={}, inputs=(source,), nodes=(), outputs=(Ref(source.value),), out_spec=SPEC,
         updates={}, in_place=frozenset(), device=torch.device("cpu"), training=True,
     )  # fmt: skip
-    leaf = {"x": torch.zeros(meta.shape, requires_grad=True)}
+    leaf = leaves_of({"x": torch.zeros(meta.shape, requires_grad=True)})
     stage = Stage(number=number, program=program, incoming=incoming, outgoing=outgoing, returned=SPEC)
     finish = (lambda microbatch, returned: returned[0].sum()) if number + 1 == num_stages else None
     return ProgramStage(
