@@ -105,11 +105,6 @@ class ModelPart:
             )  # fmt: skip
         return tuple(found)
 
-    @cached_property
-    def most_stages(self) -> int:
-        """Into which it can be cut."""
-        return len(self._line("none")[0].places) + 1
-
     def flops(self, samples: int) -> int:
         """Of a microbatch on one rank, forward and backward, without what is computed again."""
         works = (each for found in self._did(samples) for side in found for each in side)
@@ -134,8 +129,7 @@ class ModelPart:
 
     def _line(self, recompute: str) -> tuple[Intervals, Intervals]:
         if recompute not in self._lines:
-            lines = (self._one_line(number, recompute) for number in (0, 1))
-            self._lines[recompute] = (next(lines), next(lines))
+            self._lines[recompute] = self._one_line(0, recompute), self._one_line(1, recompute)
         return self._lines[recompute]
 
     def _one_line(self, number: int, recompute: str) -> Intervals:

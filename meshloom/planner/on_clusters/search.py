@@ -12,12 +12,12 @@ from meshloom.clusters.cluster import Cluster
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.planner.on_clusters.part import ModelPart
-from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, stages_per_rank
+from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, executed_actions, stages_per_rank
 
 Objective = Literal["time", "memory"]
 PartOf = Callable[[int], ModelPart]  # of a size of tp; raises `PlanError`
 FINALISTS = 24  # plans whose schedules are executed on paper before others
-ACTIONS = 300_000  # that are executed on paper, some seconds
+ACTIONS = 20_000  # that are executed on paper, some ten seconds
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -73,7 +73,7 @@ def _executed(steps: list[ClusterStep], parts: PartOf, pricer: StepPricer, actio
     found: list[ClusterStep] = []
     best = math.inf
     for each in (*likely, *sorted(others, key=_bound)):
-        size = each.plan.num_stages * each.plan.microbatches if each.plan.pp > 1 else 0
+        size = executed_actions(each.plan) if each.plan.pp > 1 else 0
         if size <= actions and (len(found) < FINALISTS or _bound(each) < best):
             actions -= size
             each = pricer.step(each.plan, parts(each.plan.tp), each.samples, simulated=True) if size else each

@@ -283,6 +283,12 @@ def _ramp(plan: Plan) -> float:
     return least + (1 - least) * few
 
 
+def executed_actions(plan: Plan) -> int:
+    """Forwards and backwards that pricing its schedule executes on paper."""
+    m, few = plan.microbatches, FEW_ROUNDS * plan.pp
+    return 2 * plan.num_stages * (m if few + plan.pp > m else 2 * few + plan.pp)
+
+
 def stages_per_rank(schedule: str) -> Sequence[int]:
     """Numbers of stages on a rank that are tried."""
     entry = SCHEDULES[schedule]
