@@ -69,6 +69,10 @@ def price_for_cluster(arguments: argparse.Namespace, job: Job, records: Records)
             found = answer(
                 job, cluster, parts, precision=precision, fixed=fixed, objective=arguments.objective, batch=job.batch_size, told=tell
             )  # fmt: skip
+    if not found.searched.priced:
+        raise PlanError(
+            f"No plan of {cluster.gpus} GPUs and a batch of {job.batch_size} has {arguments.fix or 'sizes that divide them'}. Leave out --fix, or change the batch."
+        )
     priced = (*found.searched.steps, *found.searched.fits_not)
     if plans:
         order = {str(plan): number for number, plan in enumerate(plans)}
