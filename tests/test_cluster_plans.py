@@ -250,7 +250,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "--fix",
         "tp=2",
         "--cache",
-        "none",
+        "off",
     ]
     assert main([*words, "--json", str(records)]) == 0
     shown = capsys.readouterr().out

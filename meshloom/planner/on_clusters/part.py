@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -25,6 +26,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed
 
 Priced = Callable[[Did], float]  # seconds
+MOST_SEARCHED = 16  # stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class ModelPart:
         self._programs, self._samples, self._records = part.programs, part.samples, part.records
         self._tp, self._seconds, self._rates = part.tp, seconds, rates
         self._lines: dict[str, tuple[Intervals, Intervals]] = {}
-        self._cuts: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        self._cuts: dict[int, list[tuple[int, int]]] = {}
 
     @lru_cache(4096)  # noqa: B019 - a part lives as long as its plans are priced
     def stages(self, count: int, samples: int, recompute: str) -> tuple[StageWork, ...]:
@@ -91,7 +93,7 @@ class ModelPart:
         there, back, sent = self._sums(samples, recompute)
         again = self._again(samples, recompute)
         found: list[StageWork] = []
-        for start, end in self._bounds(count, recompute):
+        for start, end in self._bounds(count):
             one, two = (line.stage(start, end) for line in self._line(recompute))
             parameters, trained, buffers = self._held(start, end)
             found.append(
@@ -114,18 +116,20 @@ class ModelPart:
         """Of each node, what its forward does, and for how long."""
         return [(there, self._of(there)) for there, _ in self._did(samples)]
 
-    def _bounds(self, count: int, recompute: str) -> list[tuple[int, int]]:
-        if (count, recompute) not in self._cuts:
-            line = self._line(recompute)[0]
+    def _bounds(self, count: int) -> list[tuple[int, int]]:
+        """Start and end of each stage: those of the fastest slowest stage; of many, those nearest to equal shares, which take no search."""
+        if count not in self._cuts:
+            line = self._line("none")[0]
             if count == 1:
-                found = [(0, line.num_nodes)]
-            else:
+                cuts: list[int] = []
+            elif count <= MOST_SEARCHED or len(line.places) < count - 1:
                 stage_of = choose_cuts(self._programs[0], {}, count, self._rates, line=line).stage_of
                 numbers = [stage_of[node.name] for node in self._programs[0].nodes]
-                firsts = [numbers.index(stage) for stage in range(count)]
-                found = list(zip(firsts, [*firsts[1:], len(numbers)], strict=True))
-            self._cuts[count, recompute] = found
-        return self._cuts[count, recompute]
+                cuts = [numbers.index(stage) for stage in range(1, count)]
+            else:
+                cuts = _even(line, count)
+            self._cuts[count] = list(pairwise([0, *cuts, line.num_nodes]))
+        return self._cuts[count]
 
     def _line(self, recompute: str) -> tuple[Intervals, Intervals]:
         if recompute not in self._lines:
@@ -234,6 +238,21 @@ class ModelPart:
 
     def _of(self, did: Sequence[Did]) -> float:
         return sum(map(self._seconds, did))
+
+
+def _even(line: Intervals, count: int) -> list[int]:
+    """The places nearest to equal shares of seconds, each behind the one before."""
+    places = numpy.array(line.places)
+    seconds = line.seconds[places]
+    cuts: list[int] = []
+    first = 0
+    for stage in range(1, count):
+        last = len(places) - (count - 1 - stage)
+        share = line.seconds[-1] * stage / count
+        first += int(numpy.abs(seconds[first:last] - share).argmin())
+        cuts.append(int(places[first]))
+        first += 1
+    return cuts
 
 
 def _what(did: Did) -> tuple[Any, ...]:
