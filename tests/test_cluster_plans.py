@@ -112,10 +112,13 @@ def test_other_sizes_follow_from_two(parts: ClusterParts, readings: Readings) ->
         assert stage.kept == kept_bytes_of(whole, 1)
 
 
-def test_stages_add_up(parts: ClusterParts) -> None:
+@pytest.mark.parametrize("count", [4, 20])
+def test_stages_add_up(count: int, parts: ClusterParts) -> None:
     part = parts.of(2)
     (whole,) = part.stages(1, 4, "none")
-    cut = part.stages(4, 4, "none")
+    cut = part.stages(count, 4, "none")
+    assert len(cut) == count
+    assert max(each.forward + each.backward for each in cut) < 4 / count * (whole.forward + whole.backward)
     assert sum(each.forward for each in cut) == pytest.approx(whole.forward)
     assert sum(each.backward for each in cut) == pytest.approx(whole.backward)
     assert sum(each.parameters for each in cut) == whole.parameters
