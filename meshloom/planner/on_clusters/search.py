@@ -17,7 +17,7 @@ from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, executed_
 Objective = Literal["time", "memory"]
 PartOf = Callable[[int], ModelPart]  # of a size of tp; raises `PlanError`
 FINALISTS = 24  # plans whose schedules are executed on paper before others
-ACTIONS = 20_000  # that are executed on paper, some ten seconds
+ACTIONS = 100_000  # that are executed on paper, some ten seconds
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 _RECOMPUTE = ("none", "selective", "full")
 

@@ -284,9 +284,10 @@ def _ramp(plan: Plan) -> float:
 
 
 def executed_actions(plan: Plan) -> int:
-    """Forwards and backwards that pricing its schedule executes on paper."""
+    """Forwards and backwards that pricing its schedule executes on paper; halves of backwards are tried in some orders."""
     m, few = plan.microbatches, FEW_ROUNDS * plan.pp
-    return 2 * plan.num_stages * (m if few + plan.pp > m else 2 * few + plan.pp)
+    tried = 8 if SCHEDULES[plan.schedule].split else 1
+    return 2 * tried * plan.num_stages * (m if few + plan.pp > m else 2 * few + plan.pp)
 
 
 def stages_per_rank(schedule: str) -> Sequence[int]:
