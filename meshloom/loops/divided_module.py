@@ -174,7 +174,10 @@ class DividedModule(AveragedExecution):
         training = self._module.training
         has = all(self._programs.has(each, loss=forward, training=training) for each in parts)
         with nullcontext() if has else self._capturing():
-            ready = [self._part_ready(forward, each, check) for each in parts]
+            ready = [
+                self._programs.ready(each, loss=forward, training=training) if has else self._part_ready(forward, each, check)
+                for each in parts
+            ]  # fmt: skip
             key = tuple(each.key for each in ready), shapes_of(leaves_of(batch))
             if not self._left.has(key):
                 self._left.add(key, self._left_by(forward, batch, ready[0].key))
