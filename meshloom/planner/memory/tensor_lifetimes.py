@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.program.cost.cost_fake import device_asked, tensors_in
+from meshloom.program.cost.cost_fake import Calls, tensors_in
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 # bytes allocated, or freed if negative; and those of what is neither saved for backward nor a gradient
@@ -99,20 +98,13 @@ class Life:
         self._references[memory] = weakref.ref(storage, freed)
 
 
-class _Seeing(TorchDispatchMode):
+class _Seeing(Calls):
     def __init__(self, life: Life, here: Callable[[], int | None]) -> None:
         super().__init__()
         self._life = life
         self._here = here
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if (device := device_asked(func, args)) is not None:
-            return device
-        value = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":
-            node = self._here()
-            for tensor in tensors_in(value):
-                self._life.see(tensor, node)
-        return value
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        node = self._here()
+        for tensor in tensors_in(value):
+            self._life.see(tensor, node)

@@ -12,6 +12,7 @@ Of identical blocks a few are run (`shortened.py`).
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +21,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.program.cost.cost_fake import (
-    device_asked,
+    Calls,
     fake_buffers,
     fake_inputs,
     fake_parameters,
@@ -113,33 +113,26 @@ def renamed_memory(kept: Iterable[SavedTensor], names: Mapping[str, str]) -> tup
     return tuple(map(moved, kept))
 
 
-class Meter(TorchDispatchMode):
-    """Is told of each ATen call that computes, and of the index of its node. now: of the node whose call this is, as far as is known."""
+class Meter(Calls):
+    """Is told of the index of each call's node, too. now: of the node whose call this is, as far as is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.here: Callable[[], int | None] = lambda: None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if (device := device_asked(func, args)) is not None:
-            return device
-        value = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # no query, such as the device
-            self.now = self.node_here()
-            self.count(func, args, kwargs or {}, value)
-        return value
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        self.now = self.node_here()
+        self.count(func, args, kwargs, value)
 
     def node_here(self) -> int:
         """The index of the node that runs; else that of the last one."""
         here = self.here()
         return self.now if here is None else here
 
+    @abstractmethod
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
         """A call of the node `now`."""
-        raise NotImplementedError
 
 
 def run_metered(program: Program, forward: Meter, backward: Meter) -> dict[int, tuple[SavedTensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.program.ir.contexts import Entered
@@ -93,10 +95,28 @@ def number_here() -> int | None:
     return None if number is None or number >= 2**63 else number
 
 
-def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
+def _device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
     """The device, if this call only queries a fake tensor's device, as autograd does for every operator."""
     asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
     return args[0].fake_device if asked else None
+
+
+class Calls(TorchDispatchMode):
+    """Is told of each ATen call that computes on fake tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (device := _device_asked(func, args)) is not None:
+            return device
+        value = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # no query, such as the device
+            self.called(func, args, kwargs or {}, value)
+        return value
+
+    @abstractmethod
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> None:
+        """Of one call, and of its result."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
