@@ -268,7 +268,8 @@ def test_all_ranks_have_the_list_of_the_deciding_rank(widths: tuple[int, ...], p
     """Of two replicas, also for a batch with fewer microbatches."""
     with Trainer(job_of(widths), f"dp=2,{plan},schedule=found", devices="simulated", steps=2) as trainer:
         trainer.fit()
-        cutters = [replica.engine.stages.cutter for replica in trainer.replicas]  # type: ignore[union-attr, attr-defined]
+        replicas: Any = trainer.replicas
+        cutters = [replica.engine.stages.cutter for replica in replicas]
         for number in (cutters[0].sizes, [1]):
             first, *others = [cutter.schedule(len(number)) for cutter in cutters]
             assert first.name == "found" and all(each == first for each in others)

@@ -168,35 +168,10 @@ def megatron_core(folder: Path, clusters: Clusters) -> Iterator[Run]:
 
 
 LLAMA_8B = Shape(
-    kind="llama",
-    hidden=4096,
-    heads=32,
-    layers=32,
-    vocabulary=128256,
-    length=8192,
-    feed_forward=14336,
-    key_heads=8,
-)
-LLAMA_70B = Shape(
-    kind="llama",
-    hidden=8192,
-    heads=64,
-    layers=80,
-    vocabulary=128256,
-    length=8192,
-    feed_forward=28672,
-    key_heads=8,
-)
-LLAMA_405B = Shape(
-    kind="llama",
-    hidden=16384,
-    heads=128,
-    layers=126,
-    vocabulary=128256,
-    length=8192,
-    feed_forward=53248,
-    key_heads=8,
-)
+    kind="llama", hidden=4096, heads=32, layers=32, vocabulary=128256, length=8192, feed_forward=14336, key_heads=8
+)  # fmt: skip
+LLAMA_70B = replace(LLAMA_8B, hidden=8192, heads=64, layers=80, feed_forward=28672)
+LLAMA_405B = replace(LLAMA_8B, hidden=16384, heads=128, layers=126, feed_forward=53248)
 
 
 def torchtitan(folder: Path, clusters: Clusters) -> Iterator[Run]:

@@ -31,6 +31,7 @@ from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.nodes import Meta, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import refuse_second_derivative
+from meshloom.tensor_parallel.layout.layout import metas_of
 
 
 class _OneWay(StageRun):
@@ -263,16 +264,8 @@ class PipelinedResults(torch.autograd.Function):
 
 def results_of(program: Program) -> list[Meta]:
     """The shapes of what the last stage's program returns."""
-    known = {
-        each.value: each.meta
-        for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-    }
-    known |= {node.name: node.outputs[0] for node in program.nodes if node.outputs}
-    known |= {
-        name: Meta(shape=tuple(each.shape), dtype=each.dtype, stride=each.stride(), requires_grad=False)
-        for name, each in program.constants.items()
-    }
-    return [known[each.name] for each in program.outputs if isinstance(each, Ref)]
+    known = metas_of(program)
+    return [known[each.name][0] for each in program.outputs if isinstance(each, Ref)]
 
 
 def _with_results(last: Stage) -> Stage:

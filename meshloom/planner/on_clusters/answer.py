@@ -11,7 +11,7 @@ from meshloom.core.job import Job
 from meshloom.core.units import format_bytes, format_count, format_seconds
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.search import Objective, Searched, kind_of, search
-from meshloom.planner.on_clusters.step import ClusterStep
+from meshloom.planner.on_clusters.step import ClusterStep, StepPricer
 
 MOST_GPUS = 16384
 SLOWER = 1.1  # where more GPUs take longer, still more are not tried
@@ -69,12 +69,11 @@ def answer(
     """batch: samples of the global batch. Raises errors of `ClusterParts.of` for one device."""
     parts.of(1)
     told("pricing all plans that divide")
-    found = search(
-        parts.of, parts.pricer, cluster, batch, precision=precision, fixed=fixed, objective=objective
-    )
+    pricer = parts.pricer
+    found = search(parts.of, pricer, cluster, batch, precision=precision, fixed=fixed, objective=objective)
     best = found.steps[0] if found.steps else None
     told("pricing it on more and fewer GPUs")
-    scaled = _scaled(cluster, parts, best, batch, objective) if best else ()
+    scaled = _scaled(cluster, parts, pricer, best, batch, objective) if best else ()
     return ClusterAnswer(
         cluster=cluster, searched=found, best=best, rivals=tuple(_rivals(found, best)), scaled=scaled, steps=job.steps
     )  # fmt: skip
@@ -88,7 +87,12 @@ def _rivals(found: Searched, best: ClusterStep | None) -> list[ClusterStep]:
 
 
 def _scaled(
-    cluster: Cluster, parts: ClusterParts, best: ClusterStep, batch: int, objective: Objective
+    cluster: Cluster,
+    parts: ClusterParts,
+    pricer: StepPricer,
+    best: ClusterStep,
+    batch: int,
+    objective: Objective,
 ) -> tuple[Scaled, ...]:
     """With the settings of the best plan, but for its numbers of stages, replicas and microbatches. A part of a model is the same on any number
     of hosts."""
@@ -99,7 +103,7 @@ def _scaled(
     while hosts * cluster.gpus_per_host <= MOST_GPUS and (hosts == 1 or cluster.fabric.rails):
         of = replace(cluster, hosts=hosts)
         searched = search(
-            parts.of, parts.pricer_of(of), of, batch, precision=plan.precision, fixed=kept, objective=objective, actions=0
+            parts.of, pricer.on(of), of, batch, precision=plan.precision, fixed=kept, objective=objective, actions=0
         )  # fmt: skip
         step = searched.steps[0] if searched.steps else None
         first = next((each for each in found if each.step), None)

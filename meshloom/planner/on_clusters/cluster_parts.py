@@ -29,10 +29,8 @@ from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import rules_with
 from meshloom.tensor_parallel.search.choose import choice_in, choice_resized, choose
 
-SAMPLES = (
-    8,
-    16,
-)  # that microbatches are recorded with: of few, whether they can be divided depends on their number
+# that microbatches are recorded with: of few, whether they can be divided depends on their number
+SAMPLES = (8, 16)
 
 
 class ClusterParts:
@@ -74,11 +72,7 @@ class ClusterParts:
     @property
     def pricer(self) -> StepPricer:
         """Of plans."""
-        return self.pricer_of(self._cluster)
-
-    def pricer_of(self, cluster: Cluster) -> StepPricer:
-        """Of plans on as many hosts of the same kind as it has."""
-        return StepPricer(cluster, self._totals)
+        return StepPricer(self._cluster, self._totals)
 
     @cached_property
     def _totals(self) -> Totals:
@@ -115,9 +109,9 @@ class ClusterParts:
         return recorded(programs, SAMPLES, tp, compiled=self._compiled)
 
     def _priced(self, did: Did, tp: int) -> float:
+        if isinstance(did, Sent):
+            return did.times * collective_seconds(self._cluster, did.collective, did.num_bytes, range(tp))
         if did not in self._seconds:
-            if isinstance(did, Sent):
-                return collective_seconds(self._cluster, did.collective, did.num_bytes, range(tp)) * did.times
             self._seconds[did] = operator_seconds(self._cluster.device, did, self._compiled)
         return self._seconds[did]
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from meshloom.clusters.work import OperatorWork
 from meshloom.planner.on_clusters.rank_records import NodeRecord
-from meshloom.program.ir.nodes import Meta, Node, refs_in
+from meshloom.program.ir.nodes import Node, refs_in
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.layout.layout import metas_of
 
 
 def fused(program: Program, records: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:
@@ -37,9 +38,7 @@ class _Chains:
 
     def __init__(self, program: Program, records: Mapping[str, NodeRecord]) -> None:
         self._program, self._records = program, records
-        variables = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-        self._metas: dict[str, Meta] = {each.value: each.meta for each in variables}
-        self._metas |= {node.name: node.outputs[0] for node in program.nodes if node.outputs}
+        self._metas = metas_of(program)
         self._owner: dict[str, str] = {}
         for node in program.nodes:
             operands = [ref.name for ref in node.operands()]
@@ -84,9 +83,9 @@ class _Chains:
             return there, 0
         gradients = sum(self._bytes(node.name) for node in outer if node.outputs[0].requires_grad)
         handed_back = sum(
-            self._bytes(name) for name in given if name in self._metas and self._metas[name].requires_grad
+            self._bytes(name) for name in given if any(each.requires_grad for each in self._metas[name][:1])
         )
         return there, gradients + handed_back + sum(saved.values())
 
     def _bytes(self, name: str) -> int:
-        return self._metas[name].num_bytes if name in self._metas else 0
+        return sum(each.num_bytes for each in self._metas[name][:1])

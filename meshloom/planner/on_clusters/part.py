@@ -47,6 +47,11 @@ class StageWork:
     trained: int
     buffers: int
 
+    @property
+    def seconds(self) -> float:
+        """Of a microbatch, there and back."""
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPart:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from meshloom.clusters.work import OperatorWork, Sent
@@ -27,8 +26,8 @@ from meshloom.program.cost.one_rank import Unheard, alone
 from meshloom.program.cost.shortened import node_by_node
 from meshloom.program.ir.nodes import Meta, Node, Ref
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.layout.layout import metas_of
 
-aten = torch.ops.aten
 _ATTENTION = "scaled_dot_product_attention"
 Did = OperatorWork | Sent
 
@@ -127,19 +126,17 @@ def _work(func: Any, args: Sequence[Any], value: Any, multiplied: int, moved: in
 
 def _attentions(program: Program) -> Iterable[tuple[OperatorWork, OperatorWork, SavedTensor] | None]:
     """Of each node, forward, backward and statistics of attention; None: it is none."""
-    variables = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-    metas: dict[str, Meta] = {each.value: each.meta for each in variables}
-    metas |= {node.name: node.outputs[0] for node in program.nodes if node.outputs}
+    metas = metas_of(program)
     for node in program.nodes:
         yield _attention(node, metas) if _ATTENTION in node.operator else None
 
 
 def _attention(
-    node: Node, metas: Mapping[str, Meta]
+    node: Node, metas: Mapping[str, tuple[Meta, ...]]
 ) -> tuple[OperatorWork, OperatorWork, SavedTensor] | None:
     """Products of blocks of scores, which are nowhere whole: two there; back, where they are computed again, five. Half of
     them where later keys count for nothing."""
-    given = [metas[each.name] for each in node.args[:3] if isinstance(each, Ref) and each.name in metas]
+    given = [meta for each in node.args[:3] if isinstance(each, Ref) for meta in metas[each.name][:1]]
     if len(given) != 3 or len(given[0].shape) < 3:
         return None
     q, k, v = given

@@ -7,7 +7,7 @@ memory    parameters, gradients, optimizer state, buffers | activations in fligh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 from meshloom.clusters.cluster import Cluster
@@ -15,7 +15,7 @@ from meshloom.clusters.collective_seconds import collective_seconds, overlapped_
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
-from meshloom.pipeline.schedules.timing import Durations, run_on_paper
+from meshloom.pipeline.schedules.timing import Durations, length_of
 from meshloom.planner.on_clusters.part import StageWork
 
 FEW_ROUNDS = 4  # of microbatches, so many for each stage along pp; from then on a schedule repeats itself
@@ -38,8 +38,8 @@ class Totals:
 @dataclass(frozen=True, kw_only=True)
 class ClusterStep:
     """breakdown: seconds by part, which add up. memory: bytes by kind on the rank that holds most. sent: axis -> bytes that a rank
-    hands over in a step. hidden: seconds of communication along dp beside computation. bucket: whether `dp` is what a step waits for. simulated: whether
-    its schedule was executed on paper."""
+    hands over in a step. dp_seconds: of all communication along dp; hides: of computation beside which it can go. simulated: whether its schedule was
+    executed on paper."""
 
     plan: Plan
     samples: int
@@ -47,10 +47,14 @@ class ClusterStep:
     breakdown: dict[str, float]
     memory: dict[str, int]
     sent: dict[str, int]
-    hidden: float
     dp_seconds: float
     hides: float
     simulated: bool
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication along dp that a step does not wait for."""
+        return self.dp_seconds - self.breakdown["dp"]
 
     @property
     def peak(self) -> int:
@@ -67,23 +71,10 @@ class Stageable(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RankWork:
-    """Of all stages of a rank, as in `StageWork`. over_pp: bytes that it hands over to other ranks for a microbatch."""
+class _RankWork(StageWork):
+    """Of all stages of a rank. over_pp: bytes that it hands over to other ranks for a microbatch."""
 
-    forward: float
-    backward: float
-    tp: float
-    tp_bytes: int
-    kept: int
-    again: int
-    parameters: int
-    trained: int
-    buffers: int
     over_pp: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +100,12 @@ class StepPricer:
         self._cluster, self._totals = cluster, totals
         self._collective: dict[tuple[str, int, int, int], float] = {}
         self._cuts: dict[Any, _Cut] = {}
+
+    def on(self, cluster: Cluster) -> StepPricer:
+        """Of plans on as many hosts of the same kind as that has, where models are cut alike."""
+        other = StepPricer(cluster, self._totals)
+        other._cuts = self._cuts
+        return other
 
     def step(self, plan: Plan, part: Stageable, samples: int, *, simulated: bool = False) -> ClusterStep:
         """samples: of a microbatch. Raises `PlanError` where the model cannot be cut into so many stages."""
@@ -140,7 +137,7 @@ class StepPricer:
         }  # fmt: skip
         return ClusterStep(
             plan=plan, samples=samples, seconds=sum(breakdown.values()), breakdown=breakdown, memory=memory, sent={axis: each for axis, each in sent.items() if each},
-            hidden=over_dp + hides - breakdown["dp"], dp_seconds=over_dp + hides, hides=covered, simulated=simulated or plan.pp == 1,
+            dp_seconds=over_dp + hides, hides=covered, simulated=simulated or plan.pp == 1,
         )  # fmt: skip
 
     def _cut(self, plan: Plan, part: Stageable, samples: int) -> _Cut:
@@ -181,7 +178,7 @@ class StepPricer:
 
         def length(count: int) -> float:
             schedule = make_schedule(plan.schedule, p, count, v, durations)
-            return run_on_paper(schedule, durations.of, lambda before, after: message).length
+            return length_of(schedule, durations)
 
         if few + p > m:
             return length(m)
@@ -251,13 +248,11 @@ class StepPricer:
 def _rank_work(stages: Sequence[StageWork], back: Sequence[int]) -> _RankWork:
     """back: bytes of gradients that go back from each of its stages."""
 
-    def total(name: str) -> Any:
-        return sum(getattr(each, name) for each in stages)
-
-    names = ("forward", "backward", "tp", "tp_bytes", "kept", "parameters", "trained", "buffers")
-    return _RankWork(
-        again=max(each.again for each in stages), over_pp=total("sent") + sum(back), **{name: total(name) for name in names}
-    )  # fmt: skip
+    totals: dict[str, Any] = {
+        each.name: sum(getattr(one, each.name) for one in stages) for each in fields(StageWork)
+    }
+    totals["again"] = max(each.again for each in stages)
+    return _RankWork(over_pp=totals["sent"] + sum(back), **totals)
 
 
 def _largest(ranks: Sequence[_RankWork]) -> Iterator[tuple[int, _RankWork]]:
