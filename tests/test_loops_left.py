@@ -226,3 +226,66 @@ def test_copies_and_whole_modules_run_as_written() -> None:
 def _make() -> Left:
     torch.manual_seed(0)
     return Left(caches).double()
+
+
+def scaled_by_first_batch(module: Left, y: Tensor) -> Tensor:
+    if module.table is None:
+        module.table = y.detach().std()
+    return 1 / module.table
+
+
+def scaled_by_first_weights(module: Left, y: Tensor) -> Tensor:
+    if module.table is None:
+        module.table = module.other.weight.detach().sum(0)
+    return module.table
+
+
+def keeps_the_first_rows(module: Left, y: Tensor) -> Tensor:
+    if module.table is None:
+        module.table = torch.full((64,), y.shape[0], dtype=y.dtype)
+    return module.table
+
+
+def fills_by_first_batch(module: Left, y: Tensor) -> Tensor:
+    if "scale" not in module.sizes:
+        module.sizes["scale"] = y.detach().abs().max()
+    return module.sizes["scale"]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    ("leave", "name"),
+    [
+        (scaled_by_first_batch, "table"),
+        (scaled_by_first_weights, "table"),
+        (fills_by_first_batch, "sizes"),
+        (keeps_the_first_rows, "table"),
+    ],
+)
+def test_a_forward_that_goes_by_what_the_first_has_computed_is_refused(
+    plan: str, leave: Any, name: str
+) -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        for count in (4, 6):
+            calls[0](rows(count)).sum().backward()
+
+    with pytest.raises(CaptureError, match=f"goes by Left.{name} of an earlier call"):
+        on_ranks(plan, seeded(lambda: [Left(leave)]), script)
+
+
+def makes_a_table(module: Left, y: Tensor) -> Tensor:
+    if module.table is None or len(module.table) < y.shape[0]:
+        module.table = torch.arange(y.shape[0], dtype=y.dtype)[:, None]
+    return module.table[: y.shape[0]]
+
+
+def keeps_results(module: Left, y: Tensor) -> None:
+    module.seen.append(y.detach())
+
+
+@pytest.mark.parametrize("leave", [makes_a_table, keeps_results])
+def test_a_table_of_shapes_and_what_nobody_reads_change_nothing(leave: Any) -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        return [calls[0](rows(count)).detach().sum() for count in (4, 6, 4)]
+
+    check("tp=2", seeded(lambda: [Left(leave)]), script, share=0.97)

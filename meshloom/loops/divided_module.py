@@ -17,7 +17,7 @@ from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.compiled import without_compilation
-from meshloom.core.modules.named_leaves import is_within, modules_of
+from meshloom.core.modules.named_leaves import modules_of
 from meshloom.core.random import preserved_draws_of_devices
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
@@ -216,27 +216,17 @@ class DividedModule(AveragedExecution):
     def _left_by(self, forward: CapturedForward, batch: Any, key: ProgramKey) -> Left:
         """But for what its leaves leave, whose own code runs."""
         others = {each[0]: each[1] for each in key.shapes if len(each) == 2}
+        stages = self._programs.stages(key)
+        own = {str(node.args[2]) for each in stages for node in each.program.nodes if is_opaque(node)}
         with self._capturing(), forward.alone():
             found = on_rank_0(
                 self._team,
-                lambda: left_by(self._copy or self._module, forward, batch, others, self._left.known),
+                lambda: left_by(
+                    self._copy or self._module, forward, batch, others, self._left, modules_of(own)
+                ),
                 CaptureError,
             )
-        left: Left = scatter_objects(self._team, [found] * self._team.size if found else None)
-        own = {
-            str(node.args[2])
-            for each in self._programs.stages(key)
-            for node in each.program.nodes
-            if is_opaque(node)
-        }
-        leaves = modules_of(own)
-        return left._replace(
-            found={
-                place: each
-                for place, each in left.found.items()
-                if not any(is_within(place[0], path) for path in leaves)
-            }
-        )
+        return scatter_objects(self._team, [found] * self._team.size if found else None)
 
     def _own_stages(self, ready: ReadyBatch) -> list[Stage]:
         ranks = self._programs.cutter.ranks

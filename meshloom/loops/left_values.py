@@ -4,28 +4,26 @@ follow from shapes are put there after each call; in place of all else is a `Lef
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from meshloom.core.errors import CODE_ERRORS, CaptureError
+from meshloom.core.modules.named_leaves import is_within
 from meshloom.loops.captured_forward import CapturedForward
 from meshloom.loops.copied_module import copied
+from meshloom.loops.earlier_calls import check_earlier_calls
 from meshloom.loops.left_behind import LeftBehind
+from meshloom.loops.places import Place, attributes, get_at, set_at, where
 from meshloom.pipeline.stages.program_store import MOST_KEPT
 from meshloom.program.capture.guarded_values import MISSING, SEQUENCES, At, is_plain_value
 from meshloom.program.capture.shapes import fake_of
 from meshloom.program.ir.batch_values import specialized_to, stand_ins
 from meshloom.program.ir.leaves import copy_of, leaves_of
 from meshloom.program.store.fifo_cache import FifoCache
-from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.program.trace.on_cpu import fake_mode
-
-Place = tuple[str, str]  # names of a module and of its attribute
 
 
 class Left(NamedTuple):
@@ -37,11 +35,13 @@ class Left(NamedTuple):
 
 
 class LeftValues:
-    """On `module`, by all of its forwards. known: what was found so far, as in `Left`."""
+    """On `module`, by all of its forwards. known: what was found so far, as in `Left`. of_calls: what is no plain value, of copies on the rank
+    that looks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.known: dict[Place, tuple[Any, ...]] = {}
+        self.of_calls: dict[Place, Any] = {}
         self._of_calls: dict[Any, Left] = FifoCache(MOST_KEPT)
         self._instead: dict[Place, LeftBehind] = {}
         self._put: dict[Place, Any] = {}
@@ -56,7 +56,7 @@ class LeftValues:
         if new:  # others may set them, too, to what they were
             self._of_calls.clear()
         for place in new:
-            self._instead[place] = LeftBehind(_where(self._module, place), _get(self._module, place))
+            self._instead[place] = LeftBehind(where(self._module, place), get_at(self._module, place))
         self.known.update(left.found)
         self._of_calls[key] = left
         self.put(key)
@@ -67,11 +67,11 @@ class LeftValues:
         for place in left.found:
             is_value = place in left.values
             self._put[place] = copy.deepcopy(left.values[place]) if is_value else self._instead[place]
-            _set(self._module, place, self._put[place])
+            set_at(self._module, place, self._put[place])
 
     def script_has_set(self) -> bool:
         """Whether the script has set, since a call, what a forward may read. Forwards find it from now on."""
-        places = [place for place, put in self._put.items() if _get(self._module, place) is not put]
+        places = [place for place, put in self._put.items() if get_at(self._module, place) is not put]
         taken = [self._put.pop(place) for place in places]
         for place in places:
             del self.known[place]
@@ -86,20 +86,20 @@ class LeftValues:
     def take_back(self, module: nn.Module) -> nn.Module:
         """Makes a copy of the module what forwards find."""
         for place in self._put:
-            _set(module, place, _copy(self._instead[place].before))
+            set_at(module, place, _copy(self._instead[place].before))
         return module
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
         """A context in which the module's own forwards run."""
         self.take_back(self._module)
-        found = {place: _get(self._module, place) for place in self._put}
+        found = {place: get_at(self._module, place) for place in self._put}
         try:
             yield
         finally:
             for place, put in self._put.items():
-                if _get(self._module, place) is found[place]:
-                    _set(self._module, place, put)
+                if get_at(self._module, place) is found[place]:
+                    set_at(self._module, place, put)
 
 
 class _GoesByItError(CaptureError):
@@ -107,13 +107,29 @@ class _GoesByItError(CaptureError):
 
 
 def left_by(
+    model: nn.Module, forward: CapturedForward, batch: Any, others: Mapping[str, str | None], left: LeftValues, leaves: Collection[str]
+) -> Left:  # fmt: skip
+    """What a forward leaves. model: stays as it is. others: how its program treats what is no tensor in the batch. left: what forwards
+    have left before. leaves: paths of modules whose own code runs, and leaves what it leaves.
+
+    Raises `CaptureError` where it goes by what another call has left.
+    """
+    found = _left_by(model, forward, batch, others, left.known)
+    found = found._replace(
+        found={
+            place: each
+            for place, each in found.found.items()
+            if not any(is_within(place[0], path) for path in leaves)
+        }
+    )
+    if places := [place for place, each in found.found.items() if not each]:
+        check_earlier_calls(model, forward, batch, places, left.of_calls)
+    return found
+
+
+def _left_by(
     model: nn.Module, forward: CapturedForward, batch: Any, others: Mapping[str, str | None], known: Mapping[Place, tuple[Any, ...]]
 ) -> Left:  # fmt: skip
-    """What a forward leaves. model: stays as it is. others: how its program treats what is no tensor in the batch. known: what forwards
-    have left before.
-
-    Raises `CaptureError` where it goes by a plain value that another call has left.
-    """
     leaves, mode = leaves_of(batch), fake_mode(static_shapes=True, allow_non_fake_inputs=True)
     fakes = {id(each): fake_of(each, mode) for each in (*model.parameters(), *model.buffers())}
     unread = {name: object() for name in others if name not in specialized_to(others)}
@@ -144,10 +160,10 @@ def _left(
     known: Mapping[Place, tuple[Any, ...]],
 ) -> Left:
     model = make()
-    before = dict(_attributes(model))
+    before = dict(attributes(model))
     states = {place: _state(each) for place, each in before.items()}
     run(model)
-    after = dict(_attributes(model))
+    after = dict(attributes(model))
     changed = [
         place for place in {**before, **after} if states.get(place) != _state(after.get(place, MISSING))
     ]
@@ -156,12 +172,12 @@ def _left(
     found = {**{place: (each,) for place, each in values.items()}, **found}
     for place in (each for each in read if known.get(each, found.get(each)) != found.get(each)):
         model = make()
-        _set(model, place, known[place][0])
+        set_at(model, place, known[place][0])
         try:
             run(model)
         except CODE_ERRORS as error:
             raise _goes_by(model, place, known[place][0]) from error
-        if _get(model, place) != after.get(place, MISSING):
+        if get_at(model, place) != after.get(place, MISSING):
             raise _goes_by(model, place, known[place][0])
     return Left(found, values)
 
@@ -174,10 +190,10 @@ def _set_first(
     while places:
         model, instead = make(), {place: LeftBehind(place[1]) for place in places}
         for place, each in instead.items():
-            _set(model, place, each)
+            set_at(model, place, each)
         try:
             run(model)
-            now = {place: _get(model, place) for place in places}
+            now = {place: get_at(model, place) for place in places}
         except CODE_ERRORS:
             now = {}
         met = [place for place, each in instead.items() if each.was_read]
@@ -190,33 +206,9 @@ def _set_first(
 
 def _goes_by(model: nn.Module, place: Place, value: Any) -> _GoesByItError:
     return _GoesByItError(
-        f"The forward reads {_where(model, place)}, which an earlier call has set ({value!r}): a program keeps what it was when it was captured. "
+        f"The forward reads {where(model, place)}, which an earlier call has set ({value!r}): a program keeps what it was when it was captured. "
         "Set it when the module is made, or make it a buffer that is updated with torch; or use a plan with dp and zero alone."
     )
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            cached = isinstance(inspect.getattr_static(type(module), name, None), cached_property)
-            if name not in TORCHS_OWN and name != "training" and not cached:
-                yield (path, name), value
-
-
-def _where(model: nn.Module, place: Place) -> str:
-    return f"{type(model.get_submodule(place[0])).__name__}.{place[1]}"
-
-
-def _get(model: nn.Module, place: Place) -> Any:
-    return vars(model.get_submodule(place[0])).get(place[1], MISSING)
-
-
-def _set(model: nn.Module, place: Place, value: Any) -> None:
-    there = vars(model.get_submodule(place[0]))
-    if value is MISSING:
-        there.pop(place[1], None)
-    else:
-        there[place[1]] = value
 
 
 def _copy(value: Any) -> Any:
