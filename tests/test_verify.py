@@ -168,6 +168,17 @@ def test_a_job_whose_own_dtypes_make_float64_impossible_is_told_so(plan: str):
         run(job, plan, torch.float64)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x).mul_(2)
+
+
+def test_a_job_that_breaks_its_own_backward_is_told_so_and_nothing_of_dtypes():
+    with pytest.raises(Exception, match="modified by an inplace operation") as raised:
+        run(replace(make_job("mlp", "sgd"), model=lambda: normed(Doubled())), "dp=2", torch.float64)
+    assert "cannot be computed" not in str(raised.value)
+
+
 @pytest.mark.long
 def test_a_failing_report_names_step_module_and_factor(monkeypatch):
     import meshloom.replica.chunk_scope
