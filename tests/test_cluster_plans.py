@@ -20,7 +20,7 @@ from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.stages.stage_traffic import sent_over_tp
 from meshloom.pipeline.stages.stages import cut_into_stages
-from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.memory.dry_run import DryStages
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.rank_records import NodeRecord, records_of
 from meshloom.planner.on_clusters.search import search
@@ -36,6 +36,7 @@ from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
 from tests.cluster_jobs import BLOCKS, GPT, LENGTH, WIDTH, job, products
 
+LOSS = 4  # bytes: where backward starts
 HOST = named("a100-80gb-sxm")
 
 
@@ -96,7 +97,8 @@ def test_what_is_kept_is_what_a_rank_keeps(readings: Readings, tp: int) -> None:
         if each.memory not in given
     }
     (stage,) = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
-    assert sum(kept.values()) == kept_bytes_of(stage, tp)
+    own = DryStages(tp).kept(stage) - LOSS  # and what operators of divided tables keep themselves
+    assert sum(kept.values()) == (own if tp == 1 else pytest.approx(own, rel=2e-3))
 
 
 @pytest.mark.long
@@ -109,7 +111,7 @@ def test_other_sizes_follow_from_two(parts: ClusterParts, readings: Readings) ->
         (stage,) = part.stages(1, samples, "none")
         program = readings.of(samples).program
         whole = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)[0]
-        assert stage.kept == kept_bytes_of(whole, 1)
+        assert stage.kept == DryStages().kept(whole) - LOSS
 
 
 @pytest.mark.parametrize("count", [4, 20])

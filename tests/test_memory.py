@@ -95,7 +95,9 @@ def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision
     predicted, by_program, measured = predicted_and_measured(name, optimizer, precision)
     # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes
     # halve the statistics of norms.
-    assert predicted.peak == pytest.approx(by_program.peak, rel=1e-4 if precision == "float32" else 2e-3)
+    close = 1e-4 if precision == "float32" else 2e-3
+    # a stage keeps buffers that its forward changes as it saw them
+    assert predicted.peak == pytest.approx(by_program.peak, rel=close, abs=predicted.buffers)
     # The promise; docs/memory.md has the reason of the one beyond it.
     assert predicted.peak == pytest.approx(
         measured.peak, rel=0.2 if (name, precision) == ("mixtral", "bfloat16 autocast") else 0.1

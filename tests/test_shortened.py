@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.pipeline.stages.stages import cut_into_stages
+from meshloom.planner.memory.dry_run import DryStages
 from meshloom.planner.memory.memory import predict_memory
-from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import _costs, costs
 from meshloom.program.cost.cost_fake import fake_tensors
@@ -126,7 +126,8 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
 
     def call(found: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patched:
-            patched.setattr("meshloom.program.cost.shortened.shortened", lambda _: None)
+            for room in ("program.cost.shortened", "planner.memory.dry_run"):
+                patched.setattr(f"meshloom.{room}.shortened", lambda *_: None)
             return found()
 
     return call
@@ -150,7 +151,7 @@ def test_what_stages_keep_is_what_all_of_their_blocks_keep(whole: Any):
     assert all(shortened(stage.program) for stage in stages)
 
     def found() -> list[int]:
-        return [kept_bytes_of(stage, 1) for stage in stages]
+        return [DryStages().kept(stage) for stage in stages]
 
     assert found() == whole(found)
 
@@ -229,7 +230,7 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
     assert short is not None and short.run.num_blocks >= 10
     stages = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
     assert costs(program) == unshared(program)
-    assert kept_bytes_of(stages[0], 1) == whole(lambda: kept_bytes_of(stages[0], 1))
+    assert DryStages().kept(stages[0]) == whole(lambda: DryStages().kept(stages[0]))
     assert predict_memory(program, adamw, microbatches=2) == whole(
         lambda: predict_memory(program, adamw, microbatches=2)
     )

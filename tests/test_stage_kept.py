@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stages import cut_into_stages
-from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.memory.dry_run import DryStages
 from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition
@@ -30,11 +30,13 @@ def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int)
     """GPT-2 at 1,024 tokens under tp=7 on a host of 24 GB ended before its first step: "shape '[292, 768]' is invalid", as
     every rank's program was run as the first rank's."""
     program = read(make_job(name, "sgd"))
-    whole = kept_bytes_of(cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)[0], 1)
+    whole = DryStages().kept(cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)[0])
     for seed in range(2):
         divided = partition(at_random(seed)(layout_of(program, BUILT_IN), num_ranks)).programs
         kept = [
-            kept_bytes_of(cut_into_stages(each, {node.name: 0 for node in each.nodes}, 1)[0], num_ranks, rank)
+            DryStages(num_ranks, rank).kept(
+                cut_into_stages(each, {node.name: 0 for node in each.nodes}, 1)[0]
+            )
             for rank, each in enumerate(divided)
         ]
         assert len(set(kept)) > 1, f"seed {seed} is even"
@@ -57,4 +59,4 @@ def test_casts_of_parameters_are_not_kept_where_parameters_are_there_for_a_unit_
         for name, each in program.parameters.items()
         if name.endswith("weight") and "norm" not in name and name not in unsaved
     )
-    assert kept_bytes_of(stage, 1) - kept_bytes_of(stage, 1, in_units=True) == casts > 0
+    assert DryStages().kept(stage) - DryStages(in_units=True).kept(stage) == casts > 0

@@ -16,7 +16,6 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.optimizer.reach import OPTIMIZER_FACTOR
-from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.plan_cuts import schedule_of
@@ -24,6 +23,7 @@ from meshloom.pipeline.stages.stage_cutter import stages_of_part
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Stage, users_of
 from meshloom.planner.divided import Divided
+from meshloom.planner.memory.dry_run import DryChunks, DryStages, Gradients
 from meshloom.planner.memory.rank_memory import (
     HeldBytes,
     RankMemory,
@@ -32,12 +32,13 @@ from meshloom.planner.memory.rank_memory import (
     state_by_place,
     with_gathered,
 )
-from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.memory.step_facts import StepFacts, facts_of
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import StagePlan
+from meshloom.program.cost.rates import rates_here
 from meshloom.program.ir.program import Program
+from meshloom.program.recompute.recompute import with_recomputation
 from meshloom.replica.exchanges.sharing import shares_copies
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
@@ -77,13 +78,15 @@ def shares_of(
     """`rank_shares` of a job, sharded and split into stages by its plan. batch_size: of the global batch;
     default: the job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
-    program, stored = readings.of(sizes[0]).program, readings.stored
+    reading, stored = readings.of(sizes[0]), readings.stored
+    program, rates = reading.program, rates_here(reading.program.device.type, plan.pp)
     choice, schedule = (stages.choice, stages.schedule) if stages else (None, None)
 
     def make() -> tuple[RankShare, ...]:
         part = division.part if division else None
+        again = with_recomputation(program, plan.recompute, costs_of=reading.costs, rates=rates)
         return rank_shares(
-            program, plan, len(sizes), part=part, choice=choice, schedule=schedule, optimizer_factor=optimizer_factor, one_copy=one_copy
+            again, plan, len(sizes), part=part, choice=choice, schedule=schedule, optimizer_factor=optimizer_factor, one_copy=one_copy
         )  # fmt: skip
 
     with readings.timings.of("ranks"):
@@ -95,6 +98,7 @@ def shares_of(
             "microbatches": len(sizes),
             "factor": optimizer_factor,
             "one_copy": one_copy,
+            "rates": str(rates) if plan.recompute != "none" else "",
             "stages": stage_of,
             "schedule": str(schedule),
             **(division.depends if division else {}),
@@ -125,13 +129,16 @@ def rank_shares(
         raise PlanError(
             "What ranks of exchange=async hold is not known by shapes alone. Describe the plan of one worker, without exchange=async."
         )
-    mine = part.of(0).program if part else program
+    mine = replace(part.of(0).program, kept=program.kept) if part else program
     stage_of = choice.stage_of if choice else {node.name: 0 for node in program.nodes}
     stages = stages_of_part(mine, stage_of, part.of(0).routed if part else {}, plan.num_stages)
-    in_units = plan.zero == 3 and not one_copy
-    kept = [kept_bytes_of(stage, plan.tp, in_units=in_units) for stage in stages]
     schedule = schedule or schedule_of(plan, num_microbatches)
-    moments = held_by_stage(schedule)
+    dry = DryStages(
+        plan.tp,
+        gradients=_gradients(plan),
+        in_units=plan.zero == 3 and not one_copy,
+        split=bool(schedule.split),
+    )
     ownership = {
         name: tuple(dict.fromkeys(schedule.ranks[stage] for stage in users))
         for name, users in users_of(stages).items()
@@ -145,7 +152,7 @@ def rank_shares(
     shares: list[RankShare] = []
     for rank in range(plan.pp):
         own = [stage for stage in stages if schedule.ranks[stage.number] == rank]
-        most = max(sum(kept[stage.number] * moment[stage.number] for stage in own) for moment in moments)
+        chunks = dry.chunks(own, schedule.actions[rank])
         over_tp = 0
         if part:
             # gradients that several ranks hold parts of are summed once a step by their owners
@@ -154,13 +161,24 @@ def rank_shares(
             over_tp += sum(each.num_bytes for each in sent_at_step_end(part, owned))
         over_pp = sent_by_rank(between, rank)
         shares.append(
-            _share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp, at_the_end, one_copy)
+            _share(
+                rank, own, chunks, ownership, plan, optimizer_factor, over_pp, over_tp, at_the_end, one_copy
+            )
         )
     return tuple(shares)
 
 
+def _gradients(plan: Plan) -> Gradients:
+    """What becomes of them: programs add them up over chunks, modules copy each chunk's into buckets."""
+    if has_buckets(plan) and (not plan.captures or plan.microbatches == 1 or plan.zero >= 2):
+        return "leave"
+    if plan.captures and plan.num_chunks > 1:
+        return "in buckets" if has_buckets(plan) else "add up"
+    return "stay"
+
+
 def _share(
-    rank: int, stages: Sequence[Stage], kept: int, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int,
+    rank: int, stages: Sequence[Stage], chunks: DryChunks, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int,
     at_the_end: Collection[str], one_copy: bool,
 ) -> RankShare:  # fmt: skip
     program = stages[0].program  # all of a rank's stages know all parameters
@@ -204,7 +222,9 @@ def _share(
             buffers=sum(
                 each.meta.num_bytes for name, each in program.buffers.items() if rank in ownership[name]
             ),
-            kept=kept,
+            kept=chunks.kept,
+            computing=chunks.most[0],
+            temporaries=chunks.most[1],
             trained=owned,
             on_the_way=on_the_way,
             full=full,
@@ -253,8 +273,8 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
     """Of the largest microbatch under a plan. Raises `CaptureError` if the loss cannot be captured."""
     job, sizes = readings.job, plan.largest_share(batch_size or readings.job.batch_size)
     reading = readings.of(sizes[0])
-    settings: Any = {"microbatches": len(sizes), "bucketed": has_buckets(plan), "recompute": plan.recompute}
-    make = partial(facts_of, reading.program, job.optimizer, reading.costs, **settings)
+    settings: Any = {"microbatches": len(sizes), "bucketed": has_buckets(plan)}
+    make = partial(facts_of, reading.program, job.optimizer, **settings)
     with readings.timings.of("memory of a step"):
         stored, parts = readings.stored, readings.optimizer_key
         if stored is None or parts is None:

@@ -34,7 +34,7 @@ from meshloom.planner.fitting import (
     state_bytes,
     too_much,
 )
-from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.memory.dry_run import DryStages
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.program.ir.program import Program
 from meshloom.replica.prepare import prepare
@@ -128,7 +128,7 @@ def check_host_fits(replica: Replica) -> None:
 def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
     """Before the first step of a rank that knows its part of a captured loss: with activations."""
     plan, stages = replica.plan, replica.engine.stages
-    if not isinstance(stages, ProgramStages) or plan.recompute != "none":
+    if not isinstance(stages, ProgramStages):
         return
     limit = limit_of(plan, replica.context.device)
     parameters = list(replica.model.named_parameters())
@@ -144,11 +144,8 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
         held = held_by(replica, 0, state.total / whole if whole and trained else 0.0)
         rank = stages.tp.rank if stages.tp else 0
         in_units = plan.zero == 3 and replica.exchange.ownership.memory != "shared"
-        kept = _in_flight(
-            stages,
-            plan,
-            _most_by_stage(stages, lambda each: kept_bytes_of(each, plan.tp, rank, in_units=in_units)),
-        )
+        dry = DryStages(plan.tp, rank, in_units=in_units)
+        kept = _in_flight(stages, plan, _most_by_stage(stages, dry.kept))
         needs = {
             "parameters": held.parameters + held.full,
             "gradients": held.gradients + held.on_the_way,

@@ -110,6 +110,7 @@ class PipelineRun:
                     self._send(message, produced, sending)
                 else:
                     receiving[message] = self._receive(message)
+            del produced  # what was sent ends with its send
             while sending and sending[0][0].is_finished():
                 sending.popleft()[0].wait()
             if meet:

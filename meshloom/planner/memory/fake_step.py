@@ -16,8 +16,10 @@ from meshloom.core.job import NamedParameters
 from meshloom.core.job_functions import as_list
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.reach import expected_state_bytes, is_known
-from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
-from meshloom.planner.memory.tensor_lifetimes import Life
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.stages.stages import cut_into_stages
+from meshloom.planner.memory.dry_run import DryStages
+from meshloom.planner.memory.storages import Storages, bytes_of, most_of
 from meshloom.program.cost.cost_fake import (
     fake_buffers,
     fake_constants,
@@ -26,7 +28,6 @@ from meshloom.program.cost.cost_fake import (
     tensors_in,
 )
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 
 class NeedsValuesError(MeshloomError):
@@ -57,23 +58,23 @@ class FakeStep:
         self.guessed: list[str] = []
         self.peaks: dict[str, int] = {}
         self.temporaries: dict[str, int] = {}
+        stages = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
+        actions = [Action(0, kind, number) for number in range(microbatches) for kind in ("F", "B")]
+        chunks = DryStages(gradients="leave" if bucketed else "stay").chunks(stages, actions)
+        self.kept_bytes, self.gradient_bytes = chunks.kept, chunks.gradients
+        for kind, phase in (("F", "forward"), ("B", "backward")):
+            self._note(phase, *chunks.peaks[kind])
         with fake_tensors():
             parameters = fake_parameters(program)
             trainable = [(name, each) for name, each in parameters.items() if each.requires_grad]
-            self.parameter_bytes = _bytes_of(parameters.values())
+            self.parameter_bytes = bytes_of(parameters.values())
             # of each, in the model's order
             self.trainable_bytes = [each.nbytes for _, each in trainable]
-            self.buffer_bytes = _bytes_of(fake_buffers(program).values())
-            self.constant_bytes = _bytes_of(fake_constants(program).values())
-            lives = list(chunks_of(program, microbatches, bucketed=bucketed).values())
-            self.kept_bytes = (
-                max(sum(each.kept[chunk] for each in lives) for chunk in range(microbatches)) if lives else 0
-            )
-            for phase in range(2 * microbatches if lives else 0):
-                self._note("backward" if phase % 2 else "forward", *worst_of(lives, phase))
-            gradients = [gradient for each in lives for gradient in each.gradients]
-            self.gradient_bytes = sum({each.memory: each.num_bytes for each in gradients}.values())
-            _give({program.parameters[name].value: each for name, each in trainable}, gradients)
+            self.buffer_bytes = bytes_of(fake_buffers(program).values())
+            self.constant_bytes = bytes_of(fake_constants(program).values())
+            used = {ref.name for node in program.nodes for ref in node.operands()}
+            for name, each in trainable:
+                each.grad = torch.empty_like(each) if program.parameters[name].value in used else None
             try:
                 self.optimizer_bytes = self._update(optimizer, trainable) if optimizer else 0
             except Exception as error:
@@ -109,14 +110,17 @@ class FakeStep:
             self.master_gradients = sum(each.nbytes for each in masters.values() if each.grad is not None)
             for each in masters.values():
                 each.grad = None
-            life = Life([*(each for _, each in trainable), *gradients, *states.values()])
-            with life.noted(lambda: 0) as noted:
+
+            def update() -> None:
                 _take_gradients(masters, trainable)
                 for each in optimizers:
                     each.step()
+
+            standing = [*(each for _, each in trainable), *gradients, *states.values()]
+            most, _ = most_of(Storages(standing).followed(update))
         there = 0 if self._bucketed else self.gradient_bytes
-        self._note("update", *worst((there, 0), (life.event(piece, set()) for _, piece in noted.log)))
-        return _bytes_of(states.values()) + sum(map(expected_state_bytes, others))
+        self._note("update", there + most, most)
+        return bytes_of(states.values()) + sum(map(expected_state_bytes, others))
 
     def _note(self, phase: str, peak: int, temporaries: int) -> None:
         if peak >= self.peaks.get(phase, 0):
@@ -135,14 +139,6 @@ def _take_gradients(masters: Mapping[str, Tensor], trainable: Sequence[tuple[str
     for name, each in trainable:
         if name in masters and each.grad is not None:
             masters[name].grad = each.grad.to(masters[name].dtype)
-
-
-def _give(trainable: Mapping[str, Tensor], gradients: Sequence[Gradient]) -> None:
-    """Gives parameters, by their values, these gradients, each in memory of its own; where they were copied
-    into buckets, views of these."""
-    for each in gradients:
-        parameter = trainable[each.parameter]
-        parameter.grad = torch.empty_like(parameter) if each.tensor is None else each.tensor.clone()
 
 
 class _Numbers(TorchDispatchMode):
@@ -171,8 +167,3 @@ def _is_in_place(func: Any) -> bool:
     others_stay = not any(each is not None and each.is_write for each in others)
     writes_own = own is not None and own.is_write and given is not None and given.is_write
     return writes_own and others_stay and not changes_shape
-
-
-def _bytes_of(tensors: Any) -> int:
-    """Of their distinct memories."""
-    return sum({memory_of(each): storage_of(each).nbytes() for each in tensors}.values())

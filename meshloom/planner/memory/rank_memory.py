@@ -27,7 +27,8 @@ class HeldBytes:
     """Bytes that a rank holds: always, and at most between forwards and backwards. The batch and temporaries
     are not included.
 
-    parameters: its own, or its share of one copy that several ranks have. trained: of those that it and its
+    computing: at most beyond what is there between steps, while forwards and backwards run, with gradients unless these are copied into buckets at once;
+        temporaries: those of them that come and go within one. parameters: its own, or its share of one copy that several ranks have. trained: of those that it and its
         replicas update. gradients: of what it updates. on_the_way: buckets beside these and, under zero=3, full
         gradients of units. full: under zero=3 the full parameters that are there at one time. offloaded: of the optimizer's state, what
         lies in a file or, of a GPU's rank, in host memory; no part of `optimizer` or the total.
@@ -39,6 +40,8 @@ class HeldBytes:
     buffers: int
     kept: int
     trained: int
+    computing: int = 0
+    temporaries: int = 0
     on_the_way: int = 0
     full: int = 0
     offloaded: int = 0
@@ -98,17 +101,13 @@ def memory_of_rank(
     """facts: of the whole model. microbatches: of a replica. first: whether it is rank 0, which captures and
     verifies. one_copy: as for `predict_memory`. background: checkpoints are written while training goes on."""
     share = held.trained / facts.trained if facts.trained else 0.0
-    kept = round(held.kept * facts.kept_share)
-    temporaries = (facts.temporaries + facts.recomputed) // plan.tp
     batch = facts.batch * microbatches
     stays, passing = _of_exchange(plan, held, one_copy=one_copy)
     in_units = held.full > 0  # what is on the way is there while units compute
     between = held.parameters + held.buffers + facts.constants + held.optimizer + held.gradients + stays
     between += 0 if in_units else held.on_the_way
-    computing = between + batch + held.full + (held.on_the_way if in_units else 0) + kept + temporaries
-    # gradients that are there at the peak, less what a backward has freed of activations by then
-    others = facts.chunks - facts.temporaries - facts.kept
-    computing += round(others * share) - (0 if has_buckets(plan) else held.gradients)
+    computing = between + batch + held.full + (held.on_the_way if in_units else 0) + held.computing
+    computing -= 0 if has_buckets(plan) else held.gradients
     if held.full and microbatches == 1:  # slices of gradients are made as units complete theirs
         computing -= held.gradients + held.on_the_way // 2
     window = window_bytes(held.offloaded, facts.largest // plan.tp, facts.optimizer_factor)
@@ -137,8 +136,8 @@ def memory_of_rank(
         optimizer=held.optimizer,
         gradients=held.gradients,
         batch=batch,
-        kept=kept,
-        temporaries=temporaries + facts.constants,
+        kept=held.kept,
+        temporaries=held.temporaries + facts.constants,
         exchange=stays + held.on_the_way + held.full,
         phases=phases,
         offloaded=held.offloaded,

@@ -5,16 +5,14 @@ They are found on fake tensors (`fake_step.py`); `rank_memory.py` makes a rank's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from meshloom.core.job import NamedParameters
 from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.planner.memory.fake_step import FakeStep, NeedsValuesError
-from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.program import Program
-from meshloom.program.recompute.recompute import recomputed
 from meshloom.program.recompute.segments import is_view
 
 
@@ -23,11 +21,9 @@ class StepFacts:
     """Bytes of a whole model and of a step of some microbatches.
 
     trained: of trainable parameters. largest: of the largest parameter. batch: of one microbatch.
-    kept: what a forward saves. chunks: most bytes of activations, gradients and temporaries at one time in
-        forwards and backwards; temporaries: those of them that are neither saved nor gradients.
+    chunks: most bytes of activations, gradients and temporaries at one time in forwards and backwards.
     update: an optimizer's scratch; master_gradients: gradients of masters besides. evaluation: most bytes of a forward that saves nothing.
-    optimizer_factor: bytes of state per byte of trainable parameters. kept_share: of what is saved, what a plan's
-        recomputation keeps; recomputed: most bytes that it computes again at one time.
+    optimizer_factor: bytes of state per byte of trainable parameters.
     comparison: what the rank that captures takes to compare the program with eager, the stand-ins of its parameters among it.
     """
 
@@ -37,14 +33,10 @@ class StepFacts:
     buffers: int
     constants: int
     batch: int
-    kept: int
     chunks: int
-    temporaries: int
     update: int
     evaluation: int
     optimizer_factor: float
-    kept_share: float = 1.0
-    recomputed: int = 0
     master_gradients: int = 0
     comparison: int = 0
 
@@ -52,13 +44,11 @@ class StepFacts:
 def facts_of(
     program: Program,
     optimizer: Callable[[NamedParameters], Any],
-    priced: Mapping[str, Cost],
     *,
     microbatches: int,
     bucketed: bool,
-    recompute: str = "none",
 ) -> StepFacts:
-    """Of `program`, that of one microbatch. priced: its nodes' costs. bucketed: gradients are copied into buckets
+    """Of `program`, that of one microbatch. bucketed: gradients are copied into buckets
     that are always there."""
     settings: dict[str, Any] = {"microbatches": min(microbatches, 2), "bucketed": bucketed}
     try:
@@ -66,12 +56,6 @@ def facts_of(
         factor = step.optimizer_bytes / sum(step.trainable_bytes) if step.trainable_bytes else 0.0
     except NeedsValuesError:
         step, factor = FakeStep(program, None, **settings), OPTIMIZER_FACTOR
-    phase = max(("forward", "backward"), key=lambda each: step.peaks.get(each, 0))
-    kept_share, again = 1.0, 0
-    if recompute != "none":
-        everything = recomputed(program, priced, "none").kept_bytes
-        less = recomputed(program, priced, recompute)
-        kept_share, again = (less.kept_bytes / everything if everything else 1.0), less.again_bytes
     there = 0 if bucketed else step.gradient_bytes
     metas = [each.meta for each in program.parameters.values()]
     return StepFacts(
@@ -81,14 +65,10 @@ def facts_of(
         buffers=step.buffer_bytes,
         constants=step.constant_bytes,
         batch=sum(each.meta.num_bytes for each in program.inputs),
-        kept=step.kept_bytes,
-        chunks=step.peaks.get(phase, 0),
-        temporaries=step.temporaries.get(phase, 0),
+        chunks=max(step.peaks["forward"], step.peaks["backward"]),
         update=max(0, step.peaks.get("update", 0) - there - step.master_gradients),
         evaluation=forward_bytes(program),
         optimizer_factor=factor,
-        kept_share=kept_share,
-        recomputed=again,
         master_gradients=step.master_gradients,
     )
 

@@ -19,12 +19,13 @@ from meshloom.program.operators.experts import rows_here
 Told = Callable[[str, int], None]  # of a collective: its kind, and the bytes of the whole tensor
 
 
-def alone(program: Program, group: Group) -> Program:
-    """The program with the operators that communicate, and those that read values, as one rank computes them by shapes."""
+def alone(program: Program, group: Group | None) -> Program:
+    """The program with the operators that communicate, and those that read values, as one rank computes them by shapes. group: of that rank; None: whoever
+    runs it has one."""
 
     def one(node: Node) -> Node:
         target: Any = node.target
-        if isinstance(target, Joint):
+        if isinstance(target, Joint) and group:
             return replace(node, target=partial(target.run, group))
         if target is rows_here:
             (meta,) = node.outputs

@@ -86,8 +86,8 @@ class Shortened:
         return names
 
 
-def shortened(program: Program) -> Shortened | None:
-    """The program without most blocks of its longest run; None if there is no run worth it."""
+def shortened(program: Program, kept: int = NUM_KEPT) -> Shortened | None:
+    """The program with so many blocks of its longest run; None if there is no run worth it. kept: `NUM_KEPT` or more."""
     operators = OperandTable(program, unique=stand_in)
     min_blocks = NUM_KEPT + 1
     longest: Run | None = None
@@ -98,11 +98,13 @@ def shortened(program: Program) -> Shortened | None:
         for run in operators.runs(period, min_blocks=min_blocks):
             if (run.num_blocks - NUM_KEPT) * period > most:
                 longest, most = run, (run.num_blocks - NUM_KEPT) * period
-    return _without_most_blocks(program, longest, operators) if longest is not None else None
+    if longest is None or longest.num_blocks <= kept:
+        return None
+    return _without_most_blocks(program, longest, operators, kept)
 
 
-def _without_most_blocks(program: Program, run: Run, operators: OperandTable) -> Shortened:
-    first, end, period = run.first_of(NUM_KEPT), run.end, run.period  # of what is left out
+def _without_most_blocks(program: Program, run: Run, operators: OperandTable, kept: int) -> Shortened:
+    first, end, period = run.first_of(kept), run.end, run.period  # of what is left out
     variables = [
         operators.variables_used(run.first_of(number), run.first_of(number + 1))
         for number in range(run.num_blocks)
@@ -113,13 +115,14 @@ def _without_most_blocks(program: Program, run: Run, operators: OperandTable) ->
         node.name: program.nodes[place].name
         for place, node in enumerate(program.nodes[end - period : end], first - period)
     }
-    names |= zip(variables[-1], variables[LAST], strict=True)
+    names |= zip(variables[-1], variables[kept - 1], strict=True)
     stand_ins: list[Node] = []
     for offset in run.joined:
         like = program.nodes[run.first_of(INNER + 1) + offset]
         last = program.nodes[end - period + offset].name
-        kept = program.nodes[first - period + offset].name
-        names[kept] = last  # the last kept block is now the last of all; its former values get other names
+        names[program.nodes[first - period + offset].name] = (
+            last  # the last kept block is now the last of all; its former values get other names
+        )
         gone = [last, *(program.nodes[place + offset].name for place in range(first, end - period, period))]
         stand = replace(like, target=stand_in, args=(Ref(like.name),), kwargs={}, draw=None, num_draws=0)
         stand_ins += [replace(stand, name=name) for name in gone]
@@ -131,12 +134,14 @@ def _without_most_blocks(program: Program, run: Run, operators: OperandTable) ->
         *(node.with_operands(names) for node in program.nodes[end:]),
     )
     used = {ref.name for node in nodes for ref in node.operands()}
-    unused = set(chain.from_iterable(variables[NUM_KEPT:])) - used
+    unused = set(chain.from_iterable(variables[kept:])) - used
+    buffers = {name: each for name, each in program.buffers.items() if each.value not in unused}
     short = replace(
         program,
         nodes=nodes,
         parameters={name: each for name, each in program.parameters.items() if each.value not in unused},
-        buffers={name: each for name, each in program.buffers.items() if each.value not in unused},
+        buffers=buffers,
+        in_place=program.in_place & buffers.keys(),
         constants={name: each for name, each in program.constants.items() if name not in unused},
         outputs=renamed(program.outputs, names),
         updates={name: ref for name, ref in program.updates.items() if ref.name not in left_out},
