@@ -91,18 +91,21 @@ class DryStages:
         self, ranks: int = 1, rank: int = 0, *, gradients: Gradients = "stay", in_units: bool = False, split: bool = False
     ) -> None:  # fmt: skip
         self._group = Unheard(ranks, rank)
-        self._settings: Any = {"gradients": gradients, "in_units": in_units, "split": split}
+        self._gradients: Gradients = gradients
+        self._in_units, self._split = in_units, split
 
     def kept(self, stage: Stage) -> int:
         """Bytes from the forward of a microbatch to its backward."""
-        return self._found(stage, ("F",))["F", True].kept
+        return self._found(stage, ("F",), again=False)["F", True].kept
 
     def chunks(self, stages: Sequence[Stage], actions: Sequence[Action]) -> DryChunks:
         """stages: of a rank, of the largest microbatch. actions: in its order."""
-        asked = {each.kind for each in actions}
+        asked, again = {each.kind for each in actions}, any(each.microbatch > 0 for each in actions)
         orders = [each for each in (("F", "B"), ("F", "I", "W")) if asked & {*each[1:]}] or [("F",)]
         found = {
-            each.number: {kind: act for order in orders for kind, act in self._found(each, order).items()}
+            each.number: {
+                kind: act for order in orders for kind, act in self._found(each, order, again=again).items()
+            }
             for each in stages
         }
         begun = set[tuple[int, str]]()
@@ -117,20 +120,26 @@ class DryStages:
             most_kept = max(most_kept, kept)
         return DryChunks(peaks=peaks, kept=most_kept, gradients=gradients)
 
-    def _found(self, stage: Stage, kinds: Sequence[str]) -> Actions:
+    def _found(self, stage: Stage, kinds: Sequence[str], *, again: bool) -> Actions:
+        """again: also later ones, where gradients are left from earlier ones."""
+        rounds = (True, False) if again and self._gradients != "leave" else (True,)
         with fake_tensors(), at_step(0), torch.autograd.set_detect_anomaly(False):
-            return self._of(replace(stage, program=_of_what_is_used(stage.program)), kinds)
+            found = self._of(replace(stage, program=_of_what_is_used(stage.program)), kinds, rounds)
+        return {**{(kind, False): each for (kind, _), each in found.items()}, **found}
 
-    def _of(self, stage: Stage, kinds: Sequence[str]) -> Actions:
+    def _of(self, stage: Stage, kinds: Sequence[str], rounds: Sequence[bool]) -> Actions:
         program = stage.program
         few = shortened(program, FEW) if program.kept is None else None
         more = shortened(program, FEW + 1) if few and few.run.num_blocks > MANY else None
         if few and more:
-            one, two = (self._of(replace(stage, program=each.program), kinds) for each in (few, more))
+            one, two = (self._of(replace(stage, program=each.program), kinds, rounds) for each in (few, more))
             found = {each: _extended(one[each], two[each], few.run.num_blocks - FEW) for each in one}
             if all(found.values()):
                 return {each: action for each, action in found.items() if action}
-        return _Running(stage, self._group, **self._settings).actions(kinds)
+        running = _Running(
+            stage, self._group, gradients=self._gradients, in_units=self._in_units, split=self._split
+        )
+        return running.actions(kinds, rounds)
 
 
 def _of_what_is_used(program: Program) -> Program:
@@ -180,14 +189,14 @@ class _Running:
             group=group, split=split, accumulator=accumulator, elsewhere=self._units,
         )  # fmt: skip
 
-    def actions(self, kinds: Sequence[str]) -> Actions:
+    def actions(self, kinds: Sequence[str], rounds: Sequence[bool]) -> Actions:
         found: dict[tuple[str, bool], DryAction] = {}
         if self._stage.program.kept is not None:  # the first run finds out what to compute again
             for kind in kinds:
                 self._act(kind)
             for each in self._parameters.values():
                 each.grad = None
-        for first in (True, False):
+        for first in rounds:
             for kind in kinds:
                 before = self._gradients()
                 events = self._storages.followed(lambda kind=kind: self._act(kind))
