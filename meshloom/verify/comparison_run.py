@@ -42,6 +42,7 @@ from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
+from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import (
     ENLARGED,
     backward_effect,
@@ -54,7 +55,6 @@ from meshloom.verify.reference.reruns import (
 )
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
-from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
@@ -98,7 +98,6 @@ class ComparisonRun:
         self._measured_in = -1  # number of the step
         self._buffer_effects: Mapping[str, float] = {}
         self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
-        self._closures = ClosureEffects(reference)
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -178,7 +177,7 @@ class ComparisonRun:
             if len(failed) == len(wrong):
                 chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
                 self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
-        self._reference_record = self._closures.update()
+        self._reference_record = reference.update()
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
         now = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
@@ -190,7 +189,7 @@ class ComparisonRun:
         )
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
-            updates=replace(now, effect=self._closures.of), rounding=rounding
+            updates=now, rounding=rounding
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
@@ -248,9 +247,7 @@ class ComparisonRun:
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
         averages = self._averages.values if self._averages else {}
-        return check_saved(
-            path, what, self.reference, averages, self._updates.of, self.of_outputs, self._closures.of_state
-        )
+        return check_saved(path, what, self.reference, averages, self._updates.of, self.of_outputs)
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
@@ -297,8 +294,17 @@ class ComparisonRun:
         comparer, dtype = self._comparer, self.reference.dtype
         return Report(
             plan=str(comparer.plan), precision=name_of(comparer.precision), steps=self._steps, casts=comparer.casts, whole=self._whole,
-            explained=self._explained, autocast=comparer.under(dtype), settings=numeric_settings(), differing=self._differing
+            explained=self._explained, autocast=comparer.under(dtype), settings=numeric_settings(), differing=self._differing,
+            notes=[] if self.agrees() or comparer.precision == torch.float64 else _notes_on_closures(self.reference)
         )  # fmt: skip
+
+
+def _notes_on_closures(reference: Reference) -> list[str]:
+    names = [type(each).__name__ for each in reference.optimizers if needs_closure(each)]
+    return [
+        f"{each} evaluates the loss itself, and rounding grows in its directions: --dtype float64 tells a mistake from it"
+        for each in names
+    ]
 
 
 def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> Rounding:

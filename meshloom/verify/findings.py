@@ -253,21 +253,15 @@ def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
-    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
-    gradients and updates."""
-    lines: list[str] = []
-    updates = "updates of one device, whose optimizer evaluates the loss itself"
-    for kind, whose in (("gradient", "gradients of one device"), ("update", updates)):
-        moved = [
-            error for step in steps for error in _told(step.errors) if error.moved and error.kind == kind
-        ]
-        if moved:
-            names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-            lines.append(
-                f"{format_count(len(names), kind)} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves {whose}: use --dtype float64 "
-                "to detect smaller mistakes in them"
-            )
-    return lines
+    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some gradients."""
+    moved = [error for step in steps for error in _told(step.errors) if error.moved]
+    if not moved:
+        return []
+    names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
+    return [
+        f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves gradients of one "
+        "device: use --dtype float64 to detect smaller mistakes in them"
+    ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:

@@ -143,7 +143,7 @@ class VerifiedRun:
         ran = f"what ran has digest {self.digest}, {own if self.dtype is None else other}"
         return replace(
             report, devices=self.devices, owned=self.owned, operator=self.operator, moment=self.moment, digest=self.digest,
-            steps=placed(report.steps, module) if module else report.steps, notes=[*self.notes, ran], between=self.between
+            steps=placed(report.steps, module) if module else report.steps, notes=[*report.notes, *self.notes, ran], between=self.between
         )  # fmt: skip
 
     @contextmanager

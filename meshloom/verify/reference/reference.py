@@ -160,7 +160,7 @@ class Reference:
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
         if self.job.clip_grad_norm is not None and norm is not None:
-            clip(self.updated, self.job.clip_grad_norm, norm)
+            _clip(self.updated, self.job.clip_grad_norm, norm)
         casts = list(self.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
@@ -258,7 +258,7 @@ def changed_buffers(reference: Reference) -> dict[str, Tensor]:
     }
 
 
-def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
+def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
     for parameter in model.parameters():
@@ -266,7 +266,7 @@ def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None
             parameter.grad = parameter.grad * factor
 
 
-def closure_of(reference: Reference) -> Callable[[], float]:
+def _closure_of(reference: Reference) -> Callable[[], float]:
     """What LBFGS calls for the loss: the step's, whose gradients are there, then those of its chunks once more."""
     first = [reference.loss]
 
@@ -276,7 +276,7 @@ def closure_of(reference: Reference) -> Callable[[], float]:
         loss, weight, _ = reference.evaluate(watched=False)
         limit = reference.job.clip_grad_norm
         if limit is not None:
-            clip(reference.model, limit, norm_of_all(reference.gradients))
+            _clip(reference.model, limit, norm_of_all(reference.gradients))
         return loss / weight
 
     return closure
@@ -288,7 +288,7 @@ def _step_all(reference: Reference) -> list[Cast]:
     for optimizer in reference.optimizers:
         densify_gradients(optimizer)
         with CastWatch(most_precise(reference.updated), optimizer=type(optimizer).__name__) as watch:
-            optimizer.step(closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
+            optimizer.step(_closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
         casts += watch.casts
     for scheduler in reference.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
