@@ -74,8 +74,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         found = WholeBatch(error=error[0], loss=whole.loss, why="")
         if max(error) <= tolerance:
             return found
-        # draws with a space are operations that may have drawn nothing
-        draws = any(" " not in drawn for chunk in reference.chunks for drawn in chunk.draws)
+        draws = any(chunk.draws for chunk in reference.chunks)
         reasons = norms = _batch_norms(reference.model)
         interacts = bool(norms)
         if draws:

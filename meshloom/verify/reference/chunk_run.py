@@ -47,7 +47,7 @@ class ChunkResult:
 
     loss_sum: float
     weight: float
-    draws: tuple[str, ...]
+    draws: bool
     modules: tuple[ModuleOutput, ...]
     divisor: float
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -111,11 +111,11 @@ class ChunkRun:
         batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, step, self._seed_of(forward.key))
         self.seed(seed)
-        draws: list[str] = []
+        operations: list[Any] = []  # that may draw
         if casts is not None:
             self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        keyed = KeyedDraws(forward.rows, None if casts is None else draws)
+        keyed = KeyedDraws(forward.rows, operations)
         is_keyed = self._keyed or forward.rows is not None
         start = "" if casts is None or is_keyed else generators_now(self._device)
         with (
@@ -142,12 +142,13 @@ class ChunkRun:
             root = root * self._scale.value if self._scale.is_used else root
             with SingleSamples() if self._aligns else nullcontext():
                 self.together.backward(root)
-        if start and (end := generators_now(self._device)) != start:
-            draws.append(end)
+        # attention draws only where it has dropout
+        draws = any("attention" not in str(each) for each in operations)
+        draws = draws or bool(start and generators_now(self._device) != start)
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=total, weight=float(weight), draws=tuple(draws), modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), draws=draws, modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()}
         )  # fmt: skip
 
@@ -161,7 +162,7 @@ class ChunkRun:
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data,
                 draws=computed.draws, modules=computed.modules, logged=computed.logged
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
+            computed = replace(result, loss_sum=0.0, weight=0.0, draws=False, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
         """The batch of a chunk. place: the step and the chunk, or what else its draws are seeded by."""
