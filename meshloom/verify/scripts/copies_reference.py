@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from meshloom.loops.taken_shares import bind
 
-
 _MOST_SECONDS = 600.0  # of a step, in which one copy waits for another
 
 
