@@ -81,53 +81,6 @@ def test_without_chunks_that_interact_the_whole_batch_is_the_same():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "reasons"),
-    [("cnn", ["batch statistics (norm, norm2)", "random draws"]), ("gpt", ["random draws"])],
-)
-def test_why_the_whole_batch_differs_is_said(model, reasons):
-    report = run(make_job(model, "sgd"), "dp=2", torch.float64)
-    assert report.passed and report.whole and not report.whole.equal
-    assert all(reason in report.whole.why for reason in reasons)
-    assert report.whole.why in text_of(report)
-
-
-class Contrast(nn.Module):
-    """Every sample is compared with the others of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(7, 5)
-        self.center = Center()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.center(self.encode(x))
-
-
-class Center(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-@pytest.mark.long
-def test_the_module_where_samples_interact_is_named():
-    report = run(replace(make_job("mlp", "sgd"), model=Contrast), "dp=2", torch.float64)
-    assert report.passed and report.whole and report.whole.why == "samples of a batch interact in center"
-
-
-@pytest.mark.long
-def test_a_mean_over_something_else_than_samples_is_recognised():
-    def mean_over_tokens(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100)
-
-    from tests.jobs import GPT
-
-    job = replace(make_job("gpt", "sgd", loss=mean_over_tokens), model=lambda: GPT(dropout=0.0))
-    report = run(job, "dp=2", torch.float64)
-    assert report.passed and report.whole and "return (sum, weight)" in report.whole.why
-
-
-@pytest.mark.long
 def test_a_report_is_text_and_json():
     report = run(make_job("gpt", "muon"), "dp=2,zero=1", torch.float64)
     records = json.loads(json.dumps(report.records(), allow_nan=False))

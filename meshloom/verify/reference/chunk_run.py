@@ -23,6 +23,7 @@ from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
+from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.masters import ReferenceScale
@@ -33,7 +34,7 @@ from meshloom.verify.reference.observers import (
     digest_values,
     generators_now,
 )
-from meshloom.verify.reference.other_precision import convert, default_dtype
+from meshloom.verify.reference.other_precision import convert
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 # precisions of plans -> what a loss is computed under; float64 tensors are not cast
@@ -119,7 +120,7 @@ class ChunkRun:
         is_keyed = self._keyed or forward.rows is not None
         start = "" if casts is None or is_keyed else generators_now(self._device)
         with (
-            default_dtype(self._dtype),
+            default_precision(self._dtype),
             casts or nullcontext(),
             keyed if is_keyed else nullcontext(),
             at_step(step),
