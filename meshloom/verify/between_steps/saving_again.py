@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any, TypeVar, cast
 
 from meshloom.comm.objects import share
@@ -30,20 +29,15 @@ T = TypeVar("T")
 
 def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple[BetweenSteps, Path]:
     """Save into `directory` as training does with `Job(checkpoint="background")`, take a step, and compare with `before`, the same
-    step's checkpoint. The thread that saves copies nothing until that step's update is over, so everything that only updates change is left
-    for training to copy. The trainer is a step further afterwards, which nobody compares: it is for closing. All ranks call it; the comparison is
+    step's checkpoint. The trainer is a step further afterwards, which nobody compares: it is for closing. All ranks call it; the comparison is
     rank 0's, the path of what is right on all.
     """
     run = trainer.synchronous
     assert run is not None
-    released = Event()
-    run.save_into(directory, released)
-    try:
-        path = trainer.save(wait=False)
-        with closing(cast(Any, trainer.batches())) as batches:
-            trainer.step(next(batches))
-    finally:
-        released.set()
+    run.save_into(directory)
+    path = trainer.save(wait=False)
+    with closing(cast(Any, trainer.batches())) as batches:
+        trainer.step(next(batches))
     run.finish()
     checked = BetweenSteps(what=_BACKGROUND)
     if trainer.world.main:
