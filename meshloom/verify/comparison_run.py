@@ -47,7 +47,6 @@ from meshloom.verify.reference.reruns import (
     ENLARGED,
     backward_effect,
     chunk_by_chunk,
-    loss_effect,
     outputs_effect,
     rounding_effect,
     travel_effect,
@@ -266,13 +265,7 @@ class ComparisonRun:
             *self._state.errors(),
             *(self._averages.errors if self._averages else []),
         ]
-        comparison = self._comparer.compare(
-            ours,
-            self._reference_record,
-            of_tensors,
-            grows=self._gradients.grows,
-            loss_effect=partial(loss_effect, self.reference),
-        )
+        comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)

@@ -268,24 +268,16 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
     """One line for each lower precision."""
     places: dict[tuple[str, bool, bool], list[str]] = {}
     for each in casts:
-        places.setdefault((each.dtype, each.in_optimizer, each.in_products), []).append(each.place)
+        key = each.dtype, each.in_optimizer, each.in_products
+        places.setdefault(key, []).append(each.place or "the model or loss")
     lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
-        kind, named = "optimizer" if in_optimizer else "module", [place for place in found if place]
-        what = (
-            [f"{kind} {few(named)}" if len(named) == 1 else f"{len(named)} {kind}s ({few(named)})"]
-            if named
-            else []
-        )
-        what += ["the model or loss"] if "" in found else []
-        is_one = len(what) == 1 and len(named) <= 1
-        how = f"{'computes' if is_one else 'compute'} in {dtype}"
+        how = f"computed in {dtype}"
         if in_products:
-            rounded = "TF32" if dtype == "float16" else dtype
-            how = f"{'multiplies' if is_one else 'multiply'} float32 as {rounded}, by a setting of torch"
+            how = f"float32 is multiplied as {'TF32' if dtype == 'float16' else dtype}, by a setting of torch"
         allowed = "nothing is tolerated for it but what rounding is measured to do"
         allowed = f"what it updates may differ as {dtype} does" if in_optimizer else allowed
-        lines.append(f"{' and '.join(what)} {how}: {allowed}")
+        lines.append(f"{how}, in {few(found)}: {allowed}")
     return lines
 
 
