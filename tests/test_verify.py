@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
@@ -26,7 +23,7 @@ from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.covering import few
-from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
+from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss
 from tests.reports import text_of
 
 
@@ -187,17 +184,6 @@ def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):
     assert report.first_wrong and "Replicas 0 and 1 hold different parameters" in report.first_wrong.facts[0]
 
 
-class Lines(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(30):
-            yield {**vectors()[index], "x": vectors()[index]["x"] + torch.rand(1)}
-
-
-@pytest.mark.long
-def test_iterable_data_passes():
-    assert run(make_job("mlp", "sgd", data=Lines), "dp=3,microbatches=2", torch.float64, steps=4).passed
-
-
 class Augmented(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 30
@@ -219,21 +205,6 @@ def test_draws_while_reading_and_collating_are_the_same():
     assert run(
         make_job("cnn", "sgd", data=Augmented, collate=noisy_collate), "dp=2,microbatches=2", torch.float64
     ).passed
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Dropout(0.3))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.first, x, use_reentrant=False))
-
-
-@pytest.mark.long
-def test_activation_checkpointing_passes():
-    assert run(replace(make_job("mlp", "sgd"), model=Recomputed), "dp=2,microbatches=2", torch.float64).passed
 
 
 class HalfInside(nn.Module):

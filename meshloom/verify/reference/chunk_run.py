@@ -24,8 +24,8 @@ from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.program.trace.precision import default_precision
-from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
+from meshloom.verify.reference.chunks_together import ChunksTogether
 from meshloom.verify.reference.masters import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,

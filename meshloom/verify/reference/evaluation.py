@@ -23,12 +23,12 @@ from meshloom.core.random import (
     seed_everything,
 )
 from meshloom.program.trace.precision import default_precision
-from meshloom.verify.reference.between_chunks.state_before import StateBefore
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.other_precision import convert
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
+from meshloom.verify.reference.state_before import StateBefore
 
 
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:

@@ -26,7 +26,6 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
 from meshloom.program.trace.precision import default_precision
-from meshloom.verify.reference.between_chunks.state_before import StateBefore, same
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
@@ -37,6 +36,7 @@ from meshloom.verify.reference.other_precision import convert_model, most_precis
 from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.reference_optimizers import densify_gradients, made_by, needs_closure, rows_of
 from meshloom.verify.reference.samples_of_epoch import read_batches
+from meshloom.verify.reference.state_before import StateBefore, same
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, settings_of
 
 Gradients = dict[str, Tensor | None]
