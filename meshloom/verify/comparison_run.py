@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from meshloom.verify.reference.reruns import (
     chunk_by_chunk,
     outputs_effect,
     rounding_effect,
+    rounds_partial_sums,
     travel_effect,
     with_equal_draws,
 )
@@ -57,7 +57,6 @@ from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
-    rounds_partial_sums,
     sums_in_other_orders,
     unmeasured,
     unmeasured_through,
@@ -93,10 +92,8 @@ class ComparisonRun:
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
-        self._effects: Mapping[str, float] = {}  # of rounding on gradients
-        self._measured_in = -1  # number of the step
         self._buffer_effects: Mapping[str, float] = {}
-        self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
+        self._updates: UpdateTolerances
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -119,17 +116,14 @@ class ComparisonRun:
 
     def _measured(self) -> Mapping[str, float]:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
-        reference = self.reference
-        if self._measured_in != len(self._steps):
-            self._measured_in = len(self._steps)
-            self._effects, of_buffers = rounding_effect(reference)
-            sizes = buffer_sizes(dict(reference.model.named_buffers()), self._changed)
-            self._buffer_effects = {
-                name: max(effect / sizes[name], self._buffer_effects.get(name, 0.0))
-                for name, effect in of_buffers.items()
-                if sizes[name]
-            }
-        return self._effects
+        of_gradients, of_buffers = rounding_effect(self.reference)
+        sizes = buffer_sizes(dict(self.reference.model.named_buffers()), self._changed)
+        self._buffer_effects = {
+            name: max(effect / sizes[name], self._buffer_effects.get(name, 0.0))
+            for name, effect in of_buffers.items()
+            if sizes[name]
+        }
+        return of_gradients
 
     def agrees(self) -> bool:
         """Whether all steps so far agree."""
@@ -179,8 +173,7 @@ class ComparisonRun:
         self._reference_record = reference.update()
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
-        now = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
-        self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
+        self._updates = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
         rounding = BufferTolerances(
             effects=self._buffer_effects,
             partial=comparer.partial,
@@ -188,7 +181,7 @@ class ComparisonRun:
         )
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
-            updates=now, rounding=rounding
+            updates=self._updates, rounding=rounding
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:

@@ -28,10 +28,10 @@ from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.verify.between_steps.checks import Kind, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output, module_of_names
 from meshloom.verify.reference.float64_blocks import relative
+from meshloom.verify.reference.reruns import rounds_partial_sums
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
-    rounds_partial_sums,
     unmeasured,
     unmeasured_through,
 )
@@ -150,7 +150,6 @@ class Comparer:
         self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError]
     ) -> Comparison:
         """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters."""
-        self.note(reference.casts)
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, self.values, of_norm), *tensor_errors]
         facts = [*facts_of(ours, reference, self.plan, self.values)]

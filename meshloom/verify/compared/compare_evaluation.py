@@ -19,9 +19,8 @@ from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, Te
 from meshloom.verify.compared.compare_chunks import module_of_names
 from meshloom.verify.reference.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import having, perturbed_parameters
+from meshloom.verify.reference.reruns import having, perturbed_parameters, rounds_partial_sums
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 
 _DRAWS = 6  # of perturbed parameters
 _OF_METRICS, _OF_LOWERED = 2, 4  # times what they move

@@ -38,7 +38,7 @@ def rounding_effect(reference: Reference) -> tuple[dict[str, float], dict[str, f
     precision, of that. To first order, rounding errors are such perturbations (backward error analysis). Where parameters are rounded
     copies, and equal values are rounded to equal ones, chunks are run in the opposite order instead.
     """
-    backwards = bool(reference.updated.dtype and _is_whole(reference.plan))
+    backwards = bool(reference.updated.dtype and not rounds_partial_sums(reference.plan))
     changed = changed_buffers(reference)
     with reference.rerun() as gradients, nullcontext() if backwards else perturbed_parameters(reference):
         if backwards:
@@ -89,14 +89,15 @@ def _moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
     }
 
 
-def _is_whole(plan: Plan) -> bool:
-    """Whether operators are of whole chunks."""
-    return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
+def rounds_partial_sums(plan: Plan) -> bool:
+    """Whether results are sums of parts, each rounded to what operators return, that one device has in one sum: along
+    tp, or over replicas whose batch statistics are synchronised. A compiler's fused operators round elsewhere, too."""
+    return plan.tp > 1 or plan.compiles or (plan.sync_batch_norm and plan.dp > 1)
 
 
 def _is_in_order(plan: Plan) -> bool:
     """Whether operators are of whole chunks, and in one device's order, so that equal values are rounded to equal ones."""
-    return _is_whole(plan) and plan.pp == 1
+    return not rounds_partial_sums(plan) and plan.pp == 1
 
 
 def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
