@@ -118,15 +118,18 @@ class Reference:
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
 
-    def evaluate(self, *, watched: bool = True) -> tuple[float, float, list[ChunkRecord]]:
-        """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk if it is watched."""
+    def evaluate(
+        self, forwards: Iterable[ReferenceForward] | None = None, *, watched: bool = True
+    ) -> tuple[float, float, list[ChunkRecord]]:
+        """Forward and backward of all chunks, in their order, or of these: loss, weight, and a record of each chunk if it is watched."""
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
         start = self.buffers.snapshot()
-        self.chunk_run.together.rows = None
+        if forwards is None:  # else they gather what they did in the step
+            self.chunk_run.together.rows = None
         ends: list[Buffers] = []
-        for forward in self.forwards():
+        for forward in self.forwards() if forwards is None else forwards:
             self.buffers.load(start)
             result = self.run_forward(forward, watched=watched)
             ends.append(self.buffers.snapshot(start))
@@ -201,13 +204,11 @@ class Reference:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def again(
-        self, forwards: Iterable[ReferenceForward], *, watched: bool = False
-    ) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+    def again(self, forwards: Iterable[ReferenceForward]) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
         """Each of these in a rerun, with the state before the last step; gradients accumulate."""
         for forward in forwards:
             self._start.put_back()
-            yield forward, self.run_forward(forward, watched=watched)
+            yield forward, self.run_forward(forward, watched=False)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:

@@ -41,11 +41,7 @@ def rounding_effect(reference: Reference) -> tuple[dict[str, float], dict[str, f
     backwards = bool(reference.updated.dtype and not rounds_partial_sums(reference.plan))
     changed = changed_buffers(reference)
     with reference.rerun() as gradients, nullcontext() if backwards else perturbed_parameters(reference):
-        if backwards:
-            chunks = reference.again([*reference.forwards()][::-1])
-            reference.divide(sum(result.weight for _, result in chunks))
-        else:
-            reference.evaluate(watched=False)
+        reference.evaluate([*reference.forwards()][::-1] if backwards else None, watched=False)
         times = _OTHER_ORDERS if backwards else 1
         of_gradients = {name: times * moved for name, moved in _moved_from(reference, gradients).items()}
         buffers = {name: each for name, each in reference.model.named_buffers() if name in changed}
