@@ -161,11 +161,9 @@ def receive(stream: io.BufferedRWPair) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse one consists of others
         tensor = obj.detach().cpu()
-        if tensor.layout == torch.sparse_coo:
-            return _sparse, (tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())  # pyright: ignore[reportPrivateUsage]
         flat: Any = flat_bytes(tensor).numpy()
         return _dense, (pickle.PickleBuffer(flat), tensor.dtype, tuple(tensor.shape))
 
@@ -173,9 +171,3 @@ class _Pickler(pickle.Pickler):
 def _dense(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     flat = torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
     return flat.view(tuple(shape))
-
-
-def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int], is_coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
-    )

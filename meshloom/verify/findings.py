@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.core.units import format_count
+from meshloom.replica.model_state import shown_names
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
-from meshloom.verify.factors import few
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
 
@@ -246,7 +246,7 @@ def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
     )
     verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
     text = (
-        f"{format_count(len(names), 'gradient')} ({few(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
+        f"{format_count(len(names), 'gradient')} ({shown_names(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
         f"{whose} size is compared"
     )
     return [text] if names else []
@@ -277,7 +277,7 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
             how = f"float32 is multiplied as {'TF32' if dtype == 'float16' else dtype}, by a setting of torch"
         allowed = "nothing is tolerated for it but what rounding is measured to do"
         allowed = f"what it updates may differ as {dtype} does" if in_optimizer else allowed
-        lines.append(f"{how}, in {few(found)}: {allowed}")
+        lines.append(f"{how}, in {shown_names(found)}: {allowed}")
     return lines
 
 
