@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
@@ -20,16 +19,9 @@ from tests.processes import on_ranks
 WHAT = "the checkpoint written in the background while the next step ran"
 
 
-def wide() -> nn.Module:
-    """Whose state is large enough for a file."""
-    return nn.Sequential(
-        nn.Linear(7, 150), nn.BatchNorm1d(150), nn.GELU(), nn.Linear(150, 150), nn.Linear(150, 5)
-    )
-
-
 def job_of() -> Job:
     job = make_job("mlp", "adamw", batch_size=13, steps=40)
-    job = replace(job, model=wide, checkpoint="background", checkpoint_every=2, average=0.9)
+    job = replace(job, checkpoint="background", checkpoint_every=2, average=0.9)
     metrics = {"loss": lambda model, batch: job.loss(model, batch)}
     return replace(job, evaluate=Evaluate(data=job.data, metrics=metrics, every=2))
 
