@@ -23,6 +23,7 @@ from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
+from meshloom.program.run.batch_norms import AlignedGradients
 from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.chunks_together import ChunksTogether
@@ -30,7 +31,6 @@ from meshloom.verify.reference.masters import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
     ModuleWatch,
-    SingleSamples,
     digest_values,
     generators_now,
 )
@@ -141,7 +141,7 @@ class ChunkRun:
             divisor = 1.0 if isinstance(returned, tuple) and not self._scale.is_used else float(batch_size)
             root = loss_sum / divisor
             root = root * self._scale.value if self._scale.is_used else root
-            with SingleSamples() if self._aligns else nullcontext():
+            with AlignedGradients() if self._aligns else nullcontext():
                 self.together.backward(root)
         # attention draws only where it has dropout
         draws = any("attention" not in str(each) for each in operations)
