@@ -84,11 +84,9 @@ class Comparer:
     @property
     def casts(self) -> tuple[Cast, ...]:
         """All reductions of precision in the reference so far, but those of the plan's autocast."""
-        casts, own = (
-            {replace(each, in_gradients=False) for each in self._casts},
-            (self.autocast, self.lowered),
-        )
-        own = [each for each in casts if each.in_optimizer or getattr(torch, each.dtype) not in own]
+        plans = self.autocast, self.lowered
+        casts = {replace(each, in_gradients=False) for each in self._casts}
+        own = [each for each in casts if each.in_optimizer or getattr(torch, each.dtype) not in plans]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
     def note(self, casts: Sequence[Cast]) -> None:
