@@ -143,7 +143,7 @@ def test_draws_are_those_of_keyed_eager():
     program = capture(job_of(*model[:2]), (first, second))
     seed_everything(0)
     eager = model[0]()
-    seen: list[list[str]] = []
+    seen: list[list[Any]] = []
     for run in (
         lambda: model[1](eager, second),
         lambda: run_program(program, dict(eager.named_parameters()), {}, second),

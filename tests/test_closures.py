@@ -17,9 +17,12 @@ from meshloom.core.plan_shares import chunk_sizes
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.samples import first_batches
 from meshloom.planner.memory.measured import measure_memory
+from meshloom.replica import replica as replicas
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
+from tests.jobs import vectors
 from tests.processes import on_ranks
 
 TOLERANCE = 1e-10  # float64; sums over samples and ranks in other orders
@@ -222,3 +225,47 @@ def test_the_memory_of_its_history_is_measured():
     found = measure_memory(job, first_batches(job, 1))
     num_elements = sum(each.numel() for each in MLP().parameters())
     assert found.optimizer >= 4 * 8 * num_elements
+
+
+class Steep(nn.Module):
+    """[batch, 7] -> [batch, 5]: a ReLU network whose directions are computed of gradients that hardly differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 13), nn.Linear(13, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.first(x)))
+
+
+def verified_steep(dtype: torch.dtype | None, **settings: Any) -> Report:
+    job = ml.Job(
+        model=Steep, loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]), data=vectors, batch_size=12, steps=8,
+        optimizer=lambda named: torch.optim.LBFGS([each for _, each in named], lr=0.1, max_iter=20),
+    )  # fmt: skip
+    plan = ml.Plan.parse("dp=2,microbatches=2")
+    report = verify(job, plan, devices="simulated", dtype=dtype, **settings)
+    assert report
+    return report
+
+
+@pytest.mark.long
+def test_rounding_that_grows_in_its_directions_is_told_from_a_mistake_in_float64():
+    report = verified_steep(None)
+    assert report.passed or "LBFGS evaluates the loss itself, and rounding grows in its directions: --dtype float64 tells a mistake from it" in report.notes  # fmt: skip
+    assert verified_steep(torch.float64, quick=False).passed
+
+
+@pytest.mark.parametrize("factor", [2.0, pytest.param(1.01, marks=pytest.mark.slow)])
+@pytest.mark.long
+def test_evaluations_that_are_off_by_a_factor_are_found(factor: float, monkeypatch: pytest.MonkeyPatch):
+    right = replicas._evaluated  # pyright: ignore[reportPrivateUsage]
+
+    def scaled(self: Any, found: Any) -> Any:
+        gradients, loss = right(self, found)
+        return [None if each is None else each * factor for each in gradients], loss
+
+    monkeypatch.setattr(replicas, "_evaluated", scaled)
+    report = verified_steep(torch.float64, steps=1)
+    assert report.first_wrong is not None
+    assert {error.kind for error in report.first_wrong.errors if not error.passed} <= {"update", "parameter"}

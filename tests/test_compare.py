@@ -38,7 +38,7 @@ def chunk(index: int, **fields: Any) -> ChunkRecord:
         "weight": 2.0,
         "loss_sum": 4.0,
         "data": f"data {index}",
-        "draws": ("a mask",),
+        "draws": True,
     }
     return ChunkRecord(
         index=index, modules=(output("first", 1.0), output("last", 2.0)), **{**known, **fields}

@@ -28,7 +28,6 @@ ORDER = [
     ["verify.tolerances"],
     ["verify.between_steps"],
     ["verify.reference"],
-    ["verify.reference.between_chunks"],
     ["loops"],
     ["train"],
     ["train.log"],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meshloom.verify.reference.other_precision import convert, convert_model, default_dtype
+from meshloom.verify.reference.other_precision import convert, convert_model
 
 CPU = torch.device("cpu")
 
@@ -59,10 +59,3 @@ def test_a_model_keeps_its_integers_its_ties_and_its_imaginary_parts():
         and converted[0].num_batches_tracked.dtype == torch.int64
     )
     assert converted.turn.is_complex()
-
-
-def test_the_default_dtype_comes_back():
-    with default_dtype(torch.float64):
-        assert torch.zeros(1).dtype == torch.float64
-    with default_dtype(None):
-        assert torch.zeros(1).dtype == torch.float32

@@ -143,19 +143,13 @@ def test_a_draw_from_a_generator_of_ones_own_is_left_alone():
     assert torch.equal(inside, outside)
 
 
-def test_seen_receives_a_digest_of_every_draw():
-    def digests(scale: int) -> list[str]:
-        seen: list[str] = []
-        seed_everything(scale)
-        with KeyedDraws(seen=seen):
-            torch.rand(3)
-            F.dropout(torch.ones(5), 0.5)
-            torch.ones(3) + 1
-        return seen
-
-    assert len(digests(1)) == 2
-    assert digests(1) == digests(1)
-    assert digests(1)[0] != digests(2)[0]
+def test_seen_receives_every_operation_that_draws():
+    seen: list[Any] = []
+    with KeyedDraws(seen=seen):
+        torch.rand(3)
+        F.dropout(torch.ones(5), 0.5)
+        torch.ones(3) + 1
+    assert len(seen) == 2
 
 
 class Noisy(nn.Module):

@@ -79,5 +79,9 @@ def test_what_products_round_to_is_noted_of_float32_alone(monkeypatch: pytest.Mo
 def test_plans_that_multiply_as_the_settings_say_are_equal(plan: str, medium: None):
     report = verify(make_job("gpt", "adamw", steps=40), Plan.parse(plan), devices="simulated", quick=True)
     assert report is not None and report.passed
-    said = [line for line in lines_of(report) if "float32 as bfloat16, by a setting of torch" in line]
+    said = [
+        line
+        for line in lines_of(report)
+        if "float32 is multiplied as bfloat16, by a setting of torch" in line
+    ]
     assert bool(said) == (rounded_products(CPU)[0] is not None)

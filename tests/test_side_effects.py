@@ -52,7 +52,8 @@ def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:
     assert report and report.passed
 
 
-def test_features_that_a_hook_leaves_are_read() -> None:
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,tp=2"])
+def test_features_that_a_hook_leaves_are_read(plan: str) -> None:
     job = job_of(with_features, loss=of_features)
-    report = verify(job, Plan.parse("pp=2,tp=2"), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report and report.passed

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.plan import Plan
-from meshloom.replica import replica_state
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job
@@ -38,16 +36,3 @@ def test_steps_are_taken_until_one_updates() -> None:
     skipped = [step.skipped for step in report.steps]
     assert skipped[:3] == [True] * 3
     assert not all(skipped)
-
-
-@pytest.mark.slow
-def test_a_scale_that_is_not_resumed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Anew(LossScale):
-        @staticmethod
-        def from_dict(values: Any) -> LossScale:
-            return LossScale()
-
-    monkeypatch.setattr(replica_state, "LossScale", Anew)
-    report = report_of()
-    assert not report.passed
-    assert "loss_scale.scale is 65536.0 instead of" in " ".join(text_of(report).split())

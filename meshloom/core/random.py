@@ -237,14 +237,14 @@ class KeyedDraws(TorchDispatchMode):
     rows: ranks share a chunk, and draw what one device would: a draw whose first dim is k per sample is the
         slice for these rows of the draw for all `rows.total` samples. Between the layers of a recurrent one the second
         dim is that of samples; a packed sequence has none, which raises `JobError`.
-    seen: a list to which a digest of every draw is appended.
+    seen: a list to which every operation that may draw is appended.
     compiled: compiled code may be made and run in it, whose draws are operators of their own (`fallback_random`).
 
     Operations that are passed a generator are not changed.
     """
 
     def __init__(
-        self, rows: Rows | None = None, seen: list[str] | None = None, *, compiled: bool = False
+        self, rows: Rows | None = None, seen: list[Any] | None = None, *, compiled: bool = False
     ) -> None:
         super().__init__()
         self.rows = rows
@@ -274,10 +274,9 @@ class KeyedDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         seed_torch(derive(torch.default_generator.initial_seed(), "next"))
-        drawn = _draw(func, args, kwargs, self.rows, self._recurrent.dim if self._recurrent else 0)
         if self.seen is not None:
-            self.seen.append(digest_of_draw(func, args, drawn))
-        return drawn
+            self.seen.append(func)
+        return _draw(func, args, kwargs, self.rows, self._recurrent.dim if self._recurrent else 0)
 
 
 def pass_over_draws(count: int) -> None:
@@ -385,31 +384,3 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
     seed_torch(chain)
     # in place, through the rows
     return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn
-
-
-def digest_of_draw(func: Any, args: Sequence[Any], drawn: Any) -> str:
-    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding."""
-    results = drawn if isinstance(drawn, tuple | list) else [drawn]
-    outputs = [value for value in results if isinstance(value, Tensor)]
-    parts = [value for value in outputs if value.dtype == torch.bool] or outputs
-    inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
-    is_computed = (
-        parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs)
-    )
-    if is_computed:  # from a tensor, with its rounding: only the shapes are comparable
-        return f"{func} {[list(value.shape) for value in parts]}"
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        flat = part.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    return digest.hexdigest()
-
-
-# Use a tensor for its shape or as probabilities; their result is the draw itself.
-_DRAWS_ALONE = {
-    torch.ops.aten.rand_like.default,
-    torch.ops.aten.randn_like.default,
-    torch.ops.aten.bernoulli.default,
-    torch.ops.aten.bernoulli.p,
-    torch.ops.aten.multinomial.default,
-}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -58,19 +57,17 @@ SEVERAL_HOSTS = (
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
-    run that is whole. `saves`: whether there is a directory to save to. `also`: what else is in their values, equal on all ranks.
-    released: a save in the background copies by itself only once this is set, so that training finds as much left to copy as there can
-    be; None: at once."""
+    run that is whole. `saves`: whether there is a directory to save to. `also`: what else is in their values, equal on all ranks."""
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, out: Path | None, listener: Listener, *,
-        resume: Path | None, overwrite: bool, released: threading.Event | None = None, also: dict[str, Any] | None = None,
+        resume: Path | None, overwrite: bool, also: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
         self.saves = out is not None
         self.also: dict[str, Any] = also if also is not None else {}
-        self._listener, self._told, self._has_waited, self._released = listener, False, False, released
+        self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
         self._written = SavedShare()
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
@@ -160,7 +157,7 @@ class RunCheckpoints:
             replica.updater.state.give_back()
         if copies:
             self._written.share = 0.0
-            self._under_way = BackgroundSave(step, partial(_finish_copies, copies, self._released), partial(_carry_out, copies))  # fmt: skip
+            self._under_way = BackgroundSave(step, partial(_finish_copies, copies), partial(_carry_out, copies))  # fmt: skip
         elif best:
             self._saved.append((step, path))
         else:
@@ -285,10 +282,8 @@ def _changes_in_updates(span: HeldSpan, names: frozenset[str]) -> bool:
     return span.kind == "state" or span.key in names
 
 
-def _finish_copies(copies: Sequence[_Copy], released: threading.Event | None) -> None:
+def _finish_copies(copies: Sequence[_Copy]) -> None:
     """On the thread that saves, for all ranks of this process."""
-    if released is not None:
-        released.wait()
     for copy, _, _ in copies:
         copy.finish()
 

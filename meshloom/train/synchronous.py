@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import NoReturn
 
 import torch
@@ -217,10 +216,10 @@ class SynchronousRun:
                 at.updated.append(observer.updated)
         self._comparison.due = math.inf
 
-    def save_into(self, out: Path, released: Event | None = None) -> None:
-        """Write checkpoints into `out` from now on. released: of `RunCheckpoints`. All ranks call it."""
+    def save_into(self, out: Path) -> None:
+        """Write checkpoints into `out` from now on. All ranks call it."""
         self._checkpoints = RunCheckpoints(
-            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True, released=released,
+            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True,
             also=self._checkpoints.also,
         )  # fmt: skip
 

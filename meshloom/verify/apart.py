@@ -6,7 +6,7 @@
 Rank 0 waits for each answer, as it would compute it, so neither process works against the other. Messages are Python values, whose tensors travel as they
 lie in memory. Both ends are of the same user: a process believes what it reads.
 
-    | length of the values, number of tensors | lengths of tensors | values, pickled | tensor | tensor | ...
+    | lengths, pickled | values, pickled | tensor | tensor | ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import io
 import pickle
 import signal
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -53,15 +52,17 @@ class ReferenceProcess:
             raise DeviceError(f"The process of one device cannot be started: {error.strerror}.") from error
         finally:
             there.close()
-        self._connection = here
+        with here:
+            self._stream = here.makefile("rwb")
 
     def __enter__(self) -> ReferenceProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # which ends it
         self._process.kill()
         self._process.wait()
+        with suppress(OSError):  # what was not sent
+            self._stream.close()
 
     def compare(self, job: Job, *given: Any) -> ComparisonRun:
         """Begins a comparison there, in place of an earlier one; what is called of it is called there. The job is the one that it has loaded."""
@@ -72,9 +73,9 @@ class ReferenceProcess:
         """What a method of its comparison returns there. Raises what that raises, and `DeviceError` if the process is
         gone."""
         try:
-            send(self._connection, (name, arguments))
-            error, found = receive(self._connection)
-        except ConnectionEndedError:
+            send(self._stream, (name, arguments))
+            error, found = receive(self._stream)
+        except (EOFError, OSError):
             raise self._lost() from None
         if error is not None:
             raise error
@@ -101,10 +102,10 @@ class _Remote:
 def serve_reference(job: Job, descriptor: int) -> None:
     """Compares as rank 0 says. descriptor: of the socket to it."""
     comparison: ComparisonRun | None = None
-    with socket.socket(fileno=descriptor) as connection:
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
         while True:
             try:
-                name, arguments = receive(connection)
+                name, arguments = receive(stream)
                 error: Exception | None = None
                 found: Any = None
                 try:
@@ -120,8 +121,8 @@ def serve_reference(job: Job, descriptor: int) -> None:
                             trim()
                 except Exception as raised:
                     error = to_send(raised)
-                send(connection, (error, found))
-            except ConnectionEndedError:
+                send(stream, (error, found))
+            except (EOFError, OSError):
                 return
 
 
@@ -139,40 +140,30 @@ def to_send(error: Exception) -> Exception:
     return MeshloomError(f"One device fails with {type(error).__name__}: {error}")
 
 
-class ConnectionEndedError(Exception):
-    """The other end is gone."""
-
-
-def send(connection: socket.socket, value: Any) -> None:
-    """Sends a value; tensors that it holds arrive on the CPU. Raises `ConnectionEndedError`."""
+def send(stream: io.BufferedIOBase, value: Any) -> None:
+    """Sends a value; tensors that it holds arrive on the CPU. Raises `OSError` if the other end is gone."""
     buffers: list[pickle.PickleBuffer] = []
     content = io.BytesIO()
     _Pickler(content, protocol=5, buffer_callback=buffers.append).dump(value)
     parts = [content.getbuffer(), *(each.raw() for each in buffers)]
-    lengths = [len(each) for each in parts]
-    head = struct.pack(f"<Q{len(lengths)}Q", len(lengths), *lengths)
-    try:
-        for part in (head, *parts):
-            connection.sendall(part)
-    except OSError as error:
-        raise ConnectionEndedError from error
+    pickle.dump([len(each) for each in parts], stream)
+    stream.writelines(parts)
+    stream.flush()
 
 
-def receive(connection: socket.socket) -> Any:
-    """The next value. Raises `ConnectionEndedError`."""
-    (count,) = struct.unpack("<Q", _exactly(connection, 8))
-    lengths = struct.unpack(f"<{count}Q", _exactly(connection, 8 * count))
-    content, *buffers = (_exactly(connection, length) for length in lengths)
-    return pickle.loads(content, buffers=buffers)
+def receive(stream: io.BufferedRWPair) -> Any:
+    """The next value. Raises `EOFError` or `OSError` if the other end is gone."""
+    parts = [bytearray(length) for length in pickle.load(stream)]
+    if any(stream.readinto(part) < len(part) for part in parts):
+        raise EOFError
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse one consists of others
         tensor = obj.detach().cpu()
-        if tensor.layout == torch.sparse_coo:
-            return _sparse, (tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())  # pyright: ignore[reportPrivateUsage]
         flat: Any = flat_bytes(tensor).numpy()
         return _dense, (pickle.PickleBuffer(flat), tensor.dtype, tuple(tensor.shape))
 
@@ -180,22 +171,3 @@ class _Pickler(pickle.Pickler):
 def _dense(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     flat = torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
     return flat.view(tuple(shape))
-
-
-def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int], is_coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
-    )
-
-
-def _exactly(connection: socket.socket, length: int) -> bytearray:
-    content, begin = bytearray(length), 0
-    while begin < length:
-        try:
-            count = connection.recv_into(memoryview(content)[begin:])
-        except OSError as error:
-            raise ConnectionEndedError from error
-        if not count:
-            raise ConnectionEndedError
-        begin += count
-    return content

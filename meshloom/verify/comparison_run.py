@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,23 +41,22 @@ from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
+from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import (
     ENLARGED,
     backward_effect,
     chunk_by_chunk,
-    loss_effect,
     outputs_effect,
     rounding_effect,
+    rounds_partial_sums,
     travel_effect,
     with_equal_draws,
 )
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
-from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
-    rounds_partial_sums,
     sums_in_other_orders,
     unmeasured,
     unmeasured_through,
@@ -94,11 +92,8 @@ class ComparisonRun:
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
-        self._effects: Mapping[str, float] = {}  # of rounding on gradients
-        self._measured_in = -1  # number of the step
         self._buffer_effects: Mapping[str, float] = {}
-        self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
-        self._closures = ClosureEffects(reference)
+        self._updates: UpdateTolerances
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -121,17 +116,14 @@ class ComparisonRun:
 
     def _measured(self) -> Mapping[str, float]:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
-        reference = self.reference
-        if self._measured_in != len(self._steps):
-            self._measured_in = len(self._steps)
-            self._effects, of_buffers = rounding_effect(reference)
-            sizes = buffer_sizes(dict(reference.model.named_buffers()), self._changed)
-            self._buffer_effects = {
-                name: max(effect / sizes[name], self._buffer_effects.get(name, 0.0))
-                for name, effect in of_buffers.items()
-                if sizes[name]
-            }
-        return self._effects
+        of_gradients, of_buffers = rounding_effect(self.reference)
+        sizes = buffer_sizes(dict(self.reference.model.named_buffers()), self._changed)
+        self._buffer_effects = {
+            name: max(effect / sizes[name], self._buffer_effects.get(name, 0.0))
+            for name, effect in of_buffers.items()
+            if sizes[name]
+        }
+        return of_gradients
 
     def agrees(self) -> bool:
         """Whether all steps so far agree."""
@@ -178,11 +170,10 @@ class ComparisonRun:
             if len(failed) == len(wrong):
                 chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
                 self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
-        self._reference_record = self._closures.update()
+        self._reference_record = reference.update()
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
-        now = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
-        self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
+        self._updates = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
         rounding = BufferTolerances(
             effects=self._buffer_effects,
             partial=comparer.partial,
@@ -190,7 +181,7 @@ class ComparisonRun:
         )
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
-            updates=replace(now, effect=self._closures.of), rounding=rounding
+            updates=self._updates, rounding=rounding
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
@@ -248,9 +239,7 @@ class ComparisonRun:
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
         averages = self._averages.values if self._averages else {}
-        return check_saved(
-            path, what, self.reference, averages, self._updates.of, self.of_outputs, self._closures.of_state
-        )
+        return check_saved(path, what, self.reference, averages, self._updates.of, self.of_outputs)
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
@@ -269,13 +258,7 @@ class ComparisonRun:
             *self._state.errors(),
             *(self._averages.errors if self._averages else []),
         ]
-        comparison = self._comparer.compare(
-            ours,
-            self._reference_record,
-            of_tensors,
-            grows=self._gradients.grows,
-            loss_effect=partial(loss_effect, self.reference),
-        )
+        comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)
@@ -297,8 +280,17 @@ class ComparisonRun:
         comparer, dtype = self._comparer, self.reference.dtype
         return Report(
             plan=str(comparer.plan), precision=name_of(comparer.precision), steps=self._steps, casts=comparer.casts, whole=self._whole,
-            explained=self._explained, autocast=comparer.under(dtype), settings=numeric_settings(), differing=self._differing
+            explained=self._explained, autocast=comparer.under(dtype), settings=numeric_settings(), differing=self._differing,
+            notes=[] if self.agrees() or comparer.precision == torch.float64 else _notes_on_closures(self.reference)
         )  # fmt: skip
+
+
+def _notes_on_closures(reference: Reference) -> list[str]:
+    names = [type(each).__name__ for each in reference.optimizers if needs_closure(each)]
+    return [
+        f"{each} evaluates the loss itself, and rounding grows in its directions: --dtype float64 tells a mistake from it"
+        for each in names
+    ]
 
 
 def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> Rounding:

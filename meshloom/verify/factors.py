@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
+from meshloom.replica.model_state import shown_names
 from meshloom.verify.reference.float64_blocks import Subsampled
 from meshloom.verify.reference.reruns import ChunkGradients
 
 _FEW = 2  # elements, which one number fits by chance
-_SHOWN = 3  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +186,4 @@ def _replicas(chunks: Sequence[ChunkGradients], plan: Plan) -> dict[int, list[Ch
 
 
 def _names(wrong: Sequence[Wrong]) -> str:
-    return few([each.name for each in wrong])
-
-
-def few(names: Sequence[str]) -> str:
-    """Some of them.
-
-    >>> few(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return shown_names([each.name for each in wrong])

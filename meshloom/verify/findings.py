@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.core.units import format_count
+from meshloom.replica.model_state import shown_names
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
-from meshloom.verify.factors import few
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
 
@@ -246,52 +246,38 @@ def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
     )
     verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
     text = (
-        f"{format_count(len(names), 'gradient')} ({few(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
+        f"{format_count(len(names), 'gradient')} ({shown_names(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
         f"{whose} size is compared"
     )
     return [text] if names else []
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
-    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
-    gradients and updates."""
-    lines: list[str] = []
-    updates = "updates of one device, whose optimizer evaluates the loss itself"
-    for kind, whose in (("gradient", "gradients of one device"), ("update", updates)):
-        moved = [
-            error for step in steps for error in _told(step.errors) if error.moved and error.kind == kind
-        ]
-        if moved:
-            names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-            lines.append(
-                f"{format_count(len(names), kind)} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves {whose}: use --dtype float64 "
-                "to detect smaller mistakes in them"
-            )
-    return lines
+    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some gradients."""
+    moved = [error for step in steps for error in _told(step.errors) if error.moved]
+    if not moved:
+        return []
+    names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
+    return [
+        f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves gradients of one "
+        "device: use --dtype float64 to detect smaller mistakes in them"
+    ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
     """One line for each lower precision."""
     places: dict[tuple[str, bool, bool], list[str]] = {}
     for each in casts:
-        places.setdefault((each.dtype, each.in_optimizer, each.in_products), []).append(each.place)
+        key = each.dtype, each.in_optimizer, each.in_products
+        places.setdefault(key, []).append(each.place or "the model or loss")
     lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
-        kind, named = "optimizer" if in_optimizer else "module", [place for place in found if place]
-        what = (
-            [f"{kind} {few(named)}" if len(named) == 1 else f"{len(named)} {kind}s ({few(named)})"]
-            if named
-            else []
-        )
-        what += ["the model or loss"] if "" in found else []
-        is_one = len(what) == 1 and len(named) <= 1
-        how = f"{'computes' if is_one else 'compute'} in {dtype}"
+        how = f"computed in {dtype}"
         if in_products:
-            rounded = "TF32" if dtype == "float16" else dtype
-            how = f"{'multiplies' if is_one else 'multiply'} float32 as {rounded}, by a setting of torch"
+            how = f"float32 is multiplied as {'TF32' if dtype == 'float16' else dtype}, by a setting of torch"
         allowed = "nothing is tolerated for it but what rounding is measured to do"
         allowed = f"what it updates may differ as {dtype} does" if in_optimizer else allowed
-        lines.append(f"{' and '.join(what)} {how}: {allowed}")
+        lines.append(f"{how}, in {shown_names(found)}: {allowed}")
     return lines
 
 

@@ -13,7 +13,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps, metric_error
-from meshloom.verify.compared.compare_evaluation import MODE, TRAINED, PlanEvaluation
+from meshloom.verify.compared.compare_evaluation import PlanEvaluation
 from meshloom.verify.comparison_run import ComparisonRun
 
 _ALIKE = 1e-6  # how far ranks' metrics may be apart
@@ -97,16 +97,15 @@ def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _state(replica: Replica) -> dict[str, int]:
-    """Digests of what this rank holds and of numbers and words in attributes, the mode of every module, and which parameters are trained."""
-    modes = {
-        f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
+    """Digests of what this rank holds and of numbers and words in attributes, such as a module's mode, and which parameters are trained."""
+    trained = {
+        f"{name}:requires_grad": int(each.requires_grad) for name, each in replica.model.named_parameters()
     }
-    trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
     attributes = {
         f"{path}.{name}".lstrip("."): hash((type(value), value))
         for path, module in replica.model.named_modules()
         for name, value in vars(module).items()
-        if name != "training" and isinstance(value, int | float | str)
+        if isinstance(value, int | float | str)
     }
     held = {name: int(digest(each)) for name, each in replicated_state(replica).items()}
-    return {**held, **attributes, **modes, **trained}
+    return {**held, **attributes, **trained}

@@ -13,11 +13,9 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshloom.comm.objects import collect
-from meshloom.comm.pieces import Pieces
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
@@ -32,8 +30,7 @@ from meshloom.verify.reference.float64_blocks import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`; of a part the ramp is what
-# it adds to the whole's, None where that is not known
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`, which parts have not
 Value = tuple[bool, float, float, int, float | None]
 Values = Mapping[str, Sequence[Value]]  # by module
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
@@ -78,13 +75,11 @@ def first_wrong_module(
 
 class ModuleSums:
     """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
-    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. rank: along tp."""
+    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values."""
 
-    def __init__(
-        self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]], rank: int = 0
-    ) -> None:
+    def __init__(self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]]) -> None:
         self.found: dict[str, list[Value]] = {}  # by module
-        self._strategies, self._stages, self._rank = strategies, stages, rank
+        self._strategies, self._stages = strategies, stages
         self._paths: dict[str, str] = {}  # of the module's last value
 
     def visit(self, stage: int, node: Node, value: Any) -> None:
@@ -95,9 +90,7 @@ class ModuleSums:
         if isinstance(node.target, Transition):
             if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
-                after = node.target.after
-                known = after if is_part and after.ends is None else None
-                self.found[self._paths[base]].append(_sums(value, is_part, known, self._rank))
+                self.found[self._paths[base]].append(_sums(value, is_part))
             return
         if self._ending_themselves.get(node.path) != stage:
             return
@@ -122,14 +115,13 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
     """What this rank says: of each of these chunks its number and, by module, what its programs compute, run as in the step. most: chunks of the replica
     that has most."""
     scope, loss = replica.scope, of.job.loss
-    along_tp = of.tp.rank if of.tp else 0
     with replica.engine.computing("forwards", idle=not chunks):
         batches = [of.programs.ready(batch) for batch in [scope.data(chunk) for chunk in chunks]]
         sums: list[ModuleSums] = []
         for batch in batches:
             choice = of.programs.division_of(loss, training=True)
             stages = partial(of.programs.stages, batch.key)
-            sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
+            sums.append(ModuleSums(choice.strategies if choice else {}, stages))
         now = 0
 
         def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
@@ -145,32 +137,10 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
     return [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)]
 
 
-def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:
-    """pieces: of a part, of which ranks have which."""
+def _sums(value: Tensor, is_part: bool) -> Value:
     exact = value.detach().double()
-    ramp = ramp_of(exact)
-    if is_part:
-        ramp = None if pieces is None else ramp_of_part(exact, pieces, rank)
+    ramp = None if is_part else ramp_of(exact)
     return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp
-
-
-def ramp_of_part(part: Tensor, pieces: Pieces, rank: int) -> float:
-    """What a rank's part adds to `ramp_of` the whole.
-
-    >>> halves = Pieces((2, 4), ((None, ((0, 2),)), (None, ((2, 4),))))
-    >>> x = torch.arange(8.0).view(2, 4) ** 2
-    >>> ramp_of_part(x[:, :2], halves, 0) + ramp_of_part(x[:, 2:], halves, 1) == ramp_of(x)
-    True
-    """
-    last, stride, places = pieces.size - 1, 1, 0.0
-    for dim in reversed(range(part.ndim)):
-        runs, size = pieces.held[rank][dim], pieces.shape[dim]
-        index = torch.cat([torch.arange(*run) for run in ([(0, size)] if runs is None else runs or [(0, 0)])])
-        others = [each for each in range(part.ndim) if each != dim]
-        along = part.double().sum(others) if others else part.double()
-        places += stride * float(index.double().to(along.device) @ along)
-        stride *= size
-    return 2 * places / last - float(part.double().sum()) if last else 0.0
 
 
 def pairs_of_values(
@@ -196,12 +166,11 @@ def _of_call(right: ModuleOutput, values: Sequence[Value]) -> ModuleOutput:
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
     _, totals, squares, counts, ramps = zip(*values, strict=True)
-    known = [each for each in ramps if each is not None]
     return ModuleOutput(
         name=name,
         call=call,
         total=sum(totals),
         square=sum(squares),
         count=sum(counts),
-        ramp=sum(known) if len(known) == len(values) else None,
+        ramp=ramps[0] if len(ramps) == 1 else None,
     )

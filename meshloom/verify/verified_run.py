@@ -14,7 +14,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
@@ -39,7 +39,6 @@ from meshloom.verify.between_steps.saving_again import (
     saved_after_resuming,
     saved_again,
     saving_directory,
-    why_nothing_is_saved,
 )
 from meshloom.verify.compared.compare import first_differing, placed
 from meshloom.verify.comparison_run import ComparisonRun
@@ -108,14 +107,14 @@ class VerifiedRun:
                 after = range(trainer.next_step, trainer.next_step + 2)
                 directory = around.enter_context(saving_directory(trainer))
                 ends = self._further_steps(trainer, after.stop, total)
-                lacking = trainer.together(partial(why_nothing_is_saved, directory=directory))[0]
+                lacking = of_first_rank(trainer, why_not_saved(trainer.replicas[0].model))
                 if not self._evaluate(trainer, None if lacking else directory, last=True):
                     return
-                path = None if lacking else self._saved(trainer, directory)
-                if path is None:
-                    self.notes.append(lacking)
+                if lacking:
+                    self.notes.append(f"nothing was saved and resumed: {lacking}")
                     _ = self._take(trainer, after) and self._take(trainer, ends, moment=_NEXT_EPOCH)
                     return
+                path = self._saved(trainer, directory)
             del trainer  # before the next one needs as much memory
             with self._opened(total, resume=path) as trainer:
                 passed = resumed = self._take(trainer, after, moment=_RESUMED)
@@ -143,7 +142,7 @@ class VerifiedRun:
         ran = f"what ran has digest {self.digest}, {own if self.dtype is None else other}"
         return replace(
             report, devices=self.devices, owned=self.owned, operator=self.operator, moment=self.moment, digest=self.digest,
-            steps=placed(report.steps, module) if module else report.steps, notes=[*self.notes, ran], between=self.between
+            steps=placed(report.steps, module) if module else report.steps, notes=[*report.notes, *self.notes, ran], between=self.between
         )  # fmt: skip
 
     @contextmanager

@@ -19,18 +19,17 @@ from meshloom.core.moments.by_metric import ByMetric
 from meshloom.replica.replica_state import SCALE
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.step_records import named_settings, same_setting, shown_setting
 
 _MOST = 8  # facts
 
 
 def check_saved(
-    path: Path, what: str, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], of_outputs: float,
-    moved: Callable[[Tensor, str], float]
+    path: Path, what: str, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], of_outputs: float
 ) -> BetweenSteps:  # fmt: skip
     """Compare the checkpoint in `path` with the reference. averages: one device's, of parameters by name. tolerance: of what a parameter's
-    optimizer computes, by name. of_outputs: of what forwards compute. moved: how far rounding was measured to move what it keeps of a
-    parameter, by its key."""
+    optimizer computes, by name. of_outputs: of what forwards compute."""
     saved = Checkpoint.open(path)
     stored, facts = saved.stored_weights(), [*_facts(saved, reference, of_outputs)]
     errors: list[TensorError] = []
@@ -43,7 +42,7 @@ def check_saved(
         for key in saved.keys()  # noqa: SIM118
         if key.startswith(STATE)
     }
-    for name, key, right, allowed in _kept(reference, averages, tolerance, moved):
+    for name, key, right, allowed in _kept(reference, averages, tolerance):
         if (known := keys.get(f"{STATE}{name}/{key}")) is None:
             facts += [] if key == MASTER else [f"The checkpoint has no {key} of {name}, and one device has."]
         elif (found := _read(saved, known)) is not None and isinstance(right, Tensor):
@@ -124,25 +123,18 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
 
 
 def _kept(
-    reference: Reference,
-    averages: Mapping[str, Tensor],
-    tolerance: Callable[[str], float],
-    moved: Callable[[Tensor, str], float],
+    reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float]
 ) -> Iterator[tuple[str, str, Any, float]]:
     """What one device keeps of parameters: the parameter's name, the key, the value, and its tolerance."""
     names = {id(each): name for name, each in reference.updated.all.items()}
-    for optimizer in reference.optimizers:
+    # steps after resuming tell whether those that evaluate the loss, in whose state rounding grows, have theirs
+    for optimizer in (each for each in reference.optimizers if not needs_closure(each)):
         for parameter, state in optimizer.state.items():
             # of a parameter without elements no rank has a state
             if isinstance(parameter, Tensor) and id(parameter) in names and parameter.numel():
                 name = names[id(parameter)]
                 for key, value in state.items():
-                    yield (
-                        name,
-                        key,
-                        value,
-                        0.0 if key == "step" else max(tolerance(name), moved(parameter, key)),
-                    )
+                    yield name, key, value, 0.0 if key == "step" else tolerance(name)
     for name, each in reference.updated.all.items():
         yield name, MASTER, each, tolerance(name)
     yield from ((name, AVERAGE, each, tolerance(name)) for name, each in averages.items() if each.numel())

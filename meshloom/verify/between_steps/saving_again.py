@@ -8,14 +8,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any, TypeVar, cast
 
 from meshloom.comm.objects import share
-from meshloom.core.units import format_bytes
 from meshloom.launch.environment import scratch_directory
-from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import why_not_saved
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.run_checkpoints import BEST
 from meshloom.train.trainer import Trainer
@@ -24,7 +20,6 @@ from meshloom.verify.between_steps.kept_checkpoints import kept_checkpoints
 from meshloom.verify.between_steps.saved_check import same_files
 
 _QUICKLY_WRITTEN = 1 << 28  # bytes
-_STATE = 4  # times the parameters: themselves, two moments, copies
 _BACKGROUND = "the checkpoint written in the background while the next step ran"
 _BEST = "the checkpoint of the best evaluation"
 
@@ -34,20 +29,15 @@ T = TypeVar("T")
 
 def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple[BetweenSteps, Path]:
     """Save into `directory` as training does with `Job(checkpoint="background")`, take a step, and compare with `before`, the same
-    step's checkpoint. The thread that saves copies nothing until that step's update is over, so everything that only updates change is left
-    for training to copy. The trainer is a step further afterwards, which nobody compares: it is for closing. All ranks call it; the comparison is
+    step's checkpoint. The trainer is a step further afterwards, which nobody compares: it is for closing. All ranks call it; the comparison is
     rank 0's, the path of what is right on all.
     """
     run = trainer.synchronous
     assert run is not None
-    released = Event()
-    run.save_into(directory, released)
-    try:
-        path = trainer.save(wait=False)
-        with closing(cast(Any, trainer.batches())) as batches:
-            trainer.step(next(batches))
-    finally:
-        released.set()
+    run.save_into(directory)
+    path = trainer.save(wait=False)
+    with closing(cast(Any, trainer.batches())) as batches:
+        trainer.step(next(batches))
     run.finish()
     checked = BetweenSteps(what=_BACKGROUND)
     if trainer.world.main:
@@ -115,14 +105,3 @@ def saving_directory(trainer: Trainer) -> Iterator[Path]:
 def of_first_rank(trainer: Trainer, value: T) -> T:
     """What rank 0 gives. All ranks call it."""
     return trainer.together(lambda replica: share(replica.context.world, value))[0]
-
-
-def why_nothing_is_saved(replica: Replica, directory: Path) -> str:
-    """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
-    state = [*replica.model.parameters(), *replica.model.buffers()]
-    copies = _STATE * replica.plan.tp * replica.plan.pp * (2 if replica.job.checkpoint == "background" else 1)
-    needed = copies * sum(each.numel() * each.element_size() for each in state)
-    why = why_not_saved(replica.model)
-    if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
-        why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
-    return share(replica.context.world, f"nothing was saved and resumed: {why}" if why else "")

@@ -19,20 +19,17 @@ from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, Te
 from meshloom.verify.compared.compare_chunks import module_of_names
 from meshloom.verify.reference.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import having, perturbed_parameters
+from meshloom.verify.reference.reruns import having, perturbed_parameters, rounds_partial_sums
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 
 _DRAWS = 6  # of perturbed parameters
 _OF_METRICS, _OF_LOWERED = 2, 4  # times what they move
-MODE = "the mode of "  # before a module's name, in what changes
-TRAINED = "whether something trains "  # before a parameter's
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEvaluation:
     """metrics: of the first `batches`, None: of all. changed: names of parameters, buffers and
-    modules' modes that are others after it. disagree: what ranks have of metrics, if it is not the same, a sentence each."""
+    attributes that are others after it. disagree: what ranks have of metrics, if it is not the same, a sentence each."""
 
     what: str
     metrics: Mapping[str, float]
@@ -65,9 +62,5 @@ def compare_evaluation(
         for name, error in errors.items()
     ]
     facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
-    names = [
-        f"{each.removeprefix(MODE)}." if each.startswith(MODE) else each.removeprefix(TRAINED)
-        for each in ours.changed
-    ]
-    module = module_of_names(names, record, reference.plan)
+    module = module_of_names(ours.changed, record, reference.plan)
     return BetweenSteps(what=ours.what, errors=found, facts=facts, first_module=module)

@@ -74,8 +74,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         found = WholeBatch(error=error[0], loss=whole.loss, why="")
         if max(error) <= tolerance:
             return found
-        # draws with a space are operations that may have drawn nothing
-        draws = any(" " not in drawn for chunk in reference.chunks for drawn in chunk.draws)
+        draws = any(chunk.draws for chunk in reference.chunks)
         reasons = norms = _batch_norms(reference.model)
         interacts = bool(norms)
         if draws:
@@ -202,20 +201,6 @@ def _rerun(
 ) -> Iterator[tuple[Gradients, StepRecord]]:
     """These forwards in place of the step's: yields the step's gradients, which are set aside, and the record of the rerun."""
     with reference.rerun() as gradients:
-        chunks: list[ChunkRecord] = []
-        loss = weight = 0.0
-        for forward, result in reference.again(forwards, watched=True):
-            loss, weight = loss + result.loss_sum, weight + result.weight
-            chunks += reference.chunk_run.records(forward, result, reference.step)
-        reference.divide(weight)
-        yield (
-            gradients,
-            StepRecord(
-                step=reference.step,
-                loss=loss / weight,
-                weight=weight,
-                gradient_norm=None,
-                gradients={},
-                chunks=chunks,
-            ),
-        )
+        loss, weight, chunks = reference.evaluate(forwards)
+        record = StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip
+        yield gradients, record

@@ -23,17 +23,18 @@ from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
-from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
+from meshloom.program.run.batch_norms import AlignedGradients
+from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
+from meshloom.verify.reference.chunks_together import ChunksTogether
 from meshloom.verify.reference.masters import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
     ModuleWatch,
-    SingleSamples,
     digest_values,
     generators_now,
 )
-from meshloom.verify.reference.other_precision import convert, default_dtype
+from meshloom.verify.reference.other_precision import convert
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 # precisions of plans -> what a loss is computed under; float64 tensors are not cast
@@ -47,7 +48,7 @@ class ChunkResult:
 
     loss_sum: float
     weight: float
-    draws: tuple[str, ...]
+    draws: bool
     modules: tuple[ModuleOutput, ...]
     divisor: float
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -111,15 +112,15 @@ class ChunkRun:
         batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, step, self._seed_of(forward.key))
         self.seed(seed)
-        draws: list[str] = []
+        operations: list[Any] = []  # that may draw
         if casts is not None:
             self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        keyed = KeyedDraws(forward.rows, None if casts is None else draws)
+        keyed = KeyedDraws(forward.rows, operations)
         is_keyed = self._keyed or forward.rows is not None
         start = "" if casts is None or is_keyed else generators_now(self._device)
         with (
-            default_dtype(self._dtype),
+            default_precision(self._dtype),
             casts or nullcontext(),
             keyed if is_keyed else nullcontext(),
             at_step(step),
@@ -140,14 +141,15 @@ class ChunkRun:
             divisor = 1.0 if isinstance(returned, tuple) and not self._scale.is_used else float(batch_size)
             root = loss_sum / divisor
             root = root * self._scale.value if self._scale.is_used else root
-            with SingleSamples() if self._aligns else nullcontext():
+            with AlignedGradients() if self._aligns else nullcontext():
                 self.together.backward(root)
-        if start and (end := generators_now(self._device)) != start:
-            draws.append(end)
+        # attention draws only where it has dropout
+        draws = any("attention" not in str(each) for each in operations)
+        draws = draws or bool(start and generators_now(self._device) != start)
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=total, weight=float(weight), draws=tuple(draws), modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), draws=draws, modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()}
         )  # fmt: skip
 
@@ -161,7 +163,7 @@ class ChunkRun:
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data,
                 draws=computed.draws, modules=computed.modules, logged=computed.logged
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
+            computed = replace(result, loss_sum=0.0, weight=0.0, draws=False, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
         """The batch of a chunk. place: the step and the chunk, or what else its draws are seeded by."""

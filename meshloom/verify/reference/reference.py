@@ -25,17 +25,18 @@ from meshloom.core.moments.numerics import rounded_products
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
-from meshloom.verify.reference.between_chunks.state_before import StateBefore, same
+from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
 from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
 from meshloom.verify.reference.masters import ReferenceMasters, ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
-from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
+from meshloom.verify.reference.other_precision import convert_model, most_precise
 from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.reference_optimizers import densify_gradients, made_by, needs_closure, rows_of
 from meshloom.verify.reference.samples_of_epoch import read_batches
+from meshloom.verify.reference.state_before import StateBefore, same
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, settings_of
 
 Gradients = dict[str, Tensor | None]
@@ -117,15 +118,18 @@ class Reference:
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
 
-    def evaluate(self, *, watched: bool = True) -> tuple[float, float, list[ChunkRecord]]:
-        """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk if it is watched."""
+    def evaluate(
+        self, forwards: Iterable[ReferenceForward] | None = None, *, watched: bool = True
+    ) -> tuple[float, float, list[ChunkRecord]]:
+        """Forward and backward of all chunks, in their order, or of these: loss, weight, and a record of each chunk if it is watched."""
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
         start = self.buffers.snapshot()
-        self.chunk_run.together.rows = None
+        if forwards is None:  # else they gather what they did in the step
+            self.chunk_run.together.rows = None
         ends: list[Buffers] = []
-        for forward in self.forwards():
+        for forward in self.forwards() if forwards is None else forwards:
             self.buffers.load(start)
             result = self.run_forward(forward, watched=watched)
             ends.append(self.buffers.snapshot(start))
@@ -160,9 +164,9 @@ class Reference:
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
         if self.job.clip_grad_norm is not None and norm is not None:
-            clip(self.updated, self.job.clip_grad_norm, norm)
+            _clip(self.updated, self.job.clip_grad_norm, norm)
         casts = list(self.casts)
-        with preserved_draws(), default_dtype(self.dtype):
+        with preserved_draws(), default_precision(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
         self.updated.round()
         self.model.zero_grad(set_to_none=True)
@@ -200,13 +204,11 @@ class Reference:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def again(
-        self, forwards: Iterable[ReferenceForward], *, watched: bool = False
-    ) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+    def again(self, forwards: Iterable[ReferenceForward]) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
         """Each of these in a rerun, with the state before the last step; gradients accumulate."""
         for forward in forwards:
             self._start.put_back()
-            yield forward, self.run_forward(forward, watched=watched)
+            yield forward, self.run_forward(forward, watched=False)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
@@ -258,7 +260,7 @@ def changed_buffers(reference: Reference) -> dict[str, Tensor]:
     }
 
 
-def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
+def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
     for parameter in model.parameters():
@@ -266,7 +268,7 @@ def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None
             parameter.grad = parameter.grad * factor
 
 
-def closure_of(reference: Reference) -> Callable[[], float]:
+def _closure_of(reference: Reference) -> Callable[[], float]:
     """What LBFGS calls for the loss: the step's, whose gradients are there, then those of its chunks once more."""
     first = [reference.loss]
 
@@ -276,7 +278,7 @@ def closure_of(reference: Reference) -> Callable[[], float]:
         loss, weight, _ = reference.evaluate(watched=False)
         limit = reference.job.clip_grad_norm
         if limit is not None:
-            clip(reference.model, limit, norm_of_all(reference.gradients))
+            _clip(reference.model, limit, norm_of_all(reference.gradients))
         return loss / weight
 
     return closure
@@ -288,7 +290,7 @@ def _step_all(reference: Reference) -> list[Cast]:
     for optimizer in reference.optimizers:
         densify_gradients(optimizer)
         with CastWatch(most_precise(reference.updated), optimizer=type(optimizer).__name__) as watch:
-            optimizer.step(closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
+            optimizer.step(_closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
         casts += watch.casts
     for scheduler in reference.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()

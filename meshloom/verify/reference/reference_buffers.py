@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.job import Job
-from meshloom.verify.reference.between_chunks.state_before import same
+from meshloom.verify.reference.state_before import same
 
 Buffers = dict[str, Tensor]
 

@@ -59,7 +59,7 @@ class ChunkRecord:
     loss_sum, weight: the mean loss is their quotient.
     data: digest of the batch passed to the loss.
     modules: outputs of all modules, in order of execution.
-    draws, logged: of one device, a digest of every random draw in order, and what the loss logs.
+    draws, logged: of one device, whether it draws random numbers, and what the loss logs.
     """
 
     index: int
@@ -67,7 +67,7 @@ class ChunkRecord:
     weight: float
     loss_sum: float
     data: str
-    draws: tuple[str, ...] = ()
+    draws: bool = False
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -75,7 +75,7 @@ class ChunkRecord:
     def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
         """Of its fields, which may have travelled as JSON."""
         modules = tuple(ModuleOutput(**output) for output in values["modules"])
-        given: dict[str, Any] = {**values, "draws": tuple(values["draws"]), "modules": modules}
+        given: dict[str, Any] = {**values, "modules": modules}
         return ChunkRecord(**given)
 
 

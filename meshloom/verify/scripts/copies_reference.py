@@ -1,5 +1,5 @@
-"""A module as one of several plain copies, whose gradients are added up in the simplest way: rank 0 collects what all have over a socket,
-and hands all of it to all. It shares nothing with the engine, whose mistakes it shows.
+"""A module as one of several plain copies, whose gradients are added up in the simplest way: each writes what it has to a file, and reads
+those of all. It shares nothing with the engine, whose mistakes it shows.
 
 After each backward: gradient += sum over copies of (rows of its share / rows of all) * what its backward has added.
 """
@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,32 +19,30 @@ from torch import Tensor, nn
 
 from meshloom.loops.taken_shares import bind
 
-_MEET_SECONDS = 120.0
+_MOST_SECONDS = 600.0  # of a step, in which one copy waits for another
 
 
 class PlainCopies:
-    """The connections of copy `rank` of `size`, which meet at a socket in `directory`."""
+    """Copy `rank` of `size`, which has the files of all in `directory`."""
 
     def __init__(self, rank: int, size: int, directory: Path) -> None:
-        address = str(directory / "socket")
-        self._rank, self.size = rank, size
-        if rank == 0:
-            with Listener(address, "AF_UNIX", backlog=size) as listener:
-                met = [listener.accept() for _ in range(size - 1)]
-            self._others = sorted(met, key=_received)  # each says its rank first
-        else:
-            self._others = [_connected(address)]
-            _send(self._others[0], rank)
+        self._rank, self.size, self._directory = rank, size, directory
+        self._number = 0  # of the newest exchange
 
     def everyones(self, values: Any) -> list[Any]:
         """What each copy has given, in their order."""
-        if self._rank:
-            _send(self._others[0], values)
-            return _received(self._others[0])
-        found = [values, *map(_received, self._others)]
-        for other in self._others:
-            _send(other, found)
+        self._number += 1
+        written = self._path(self._number, self._rank).with_suffix(".part")
+        written.write_bytes(pickle.dumps(values))
+        written.rename(written.with_suffix(""))
+        found = [_read(self._path(self._number, rank)) for rank in range(self.size)]
+        self._path(self._number - 1, self._rank).unlink(
+            missing_ok=True
+        )  # which all have read before they wrote these
         return found
+
+    def _path(self, number: int, rank: int) -> Path:
+        return self._directory / f"{number}-of-{rank}"
 
     def made(self, module: nn.Module) -> nn.Module:
         """`module`, which is from now on one of the copies."""
@@ -134,20 +131,12 @@ def _statistics(norm: nn.Module) -> dict[str, Tensor]:
     return {key: each.detach().clone() for key, each in norm.named_buffers(recurse=False)}
 
 
-def _connected(address: str) -> Connection[Any, Any]:
-    until = time.monotonic() + _MEET_SECONDS
-    while True:
-        try:
-            return Client(address, "AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-
-
-def _send(to: Connection[Any, Any], values: Any) -> None:
-    to.send_bytes(pickle.dumps(values))
-
-
-def _received(at: Connection[Any, Any]) -> Any:
-    return pickle.loads(at.recv_bytes())  # noqa: S301 # of our own process
+def _read(path: Path) -> Any:
+    until = time.monotonic() + _MOST_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"A copy waited {_MOST_SECONDS:.0f} s for what another one has (exchange {path.name})."
+            )
+        time.sleep(0.001)
+    return pickle.loads(path.read_bytes())  # noqa: S301 # of a process of our own

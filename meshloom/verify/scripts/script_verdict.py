@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
-from meshloom.verify.factors import few
+from meshloom.replica.model_state import shown_names
 from meshloom.verify.scripts.script_comparison import ScriptComparison
 
 
@@ -38,7 +38,7 @@ def verdict(
     if draws and plan.num_chunks > 1:
         reasons.append("its forward draws random numbers, of which each share has its own")
     if batch_norms and plan.num_chunks > 1:
-        reasons.append(f"{few(batch_norms)}: batch normalization by the statistics of shares")
+        reasons.append(f"{shown_names(batch_norms)}: batch normalization by the statistics of shares")
     if reasons:
         lines.append(f"It cannot hold on whole batches: {'; '.join(reasons)}.")
     return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
@@ -49,7 +49,7 @@ def why_no_copies(plan: Plan, *, draws: bool, batch_norms: Sequence[str]) -> str
     if draws:
         return "its forward draws"
     if batch_norms and plan.num_chunks > plan.dp:
-        return f"{few(batch_norms)} normalizes by the statistics of microbatches, and they have none"
+        return f"{shown_names(batch_norms)} normalizes by the statistics of microbatches, and they have none"
     return None
 
 

@@ -31,12 +31,6 @@ def unmeasured_through(dtype: torch.dtype) -> float:
     return min(_UNITS_THROUGH * torch.finfo(dtype).eps, most_tolerated(dtype))
 
 
-def rounds_partial_sums(plan: Plan) -> bool:
-    """Whether results are sums of parts, each rounded to what operators return, that one device has in one sum: along
-    tp, or over replicas whose batch statistics are synchronised. A compiler's fused operators round elsewhere, too."""
-    return plan.tp > 1 or plan.compiles or (plan.sync_batch_norm and plan.dp > 1)
-
-
 def sums_in_other_orders(plan: Plan) -> bool:
     """Whether gradients that one device adds up chunk by chunk are added up in another order; along pp also those of a
     parameter that several stages use, stage by stage."""

@@ -2,7 +2,7 @@
 as rounding. The error of a tensor is ||a - b|| / ||b||, each relative to its own norm.
 
     parameter, update   what the optimizer computes of equal gradients and values, and the rounding of two parameters, of which
-                        an update is the difference; of an optimizer that evaluates the loss itself, what rounding does to it
+                        an update is the difference
     buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it, up to the most
                         that is put down to rounding, unless the buffer is nothing else. One that the step leaves as it is must stay so
 
@@ -12,8 +12,8 @@ Elements that are infinite or NaN (a mask of -inf) must be equal on both sides a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ _ALONE = 0.1  # of a buffer's norm: what rounding moves more is rounding alone
 @dataclass(frozen=True, kw_only=True)
 class UpdateTolerances:
     """By name of a parameter, the error of what its optimizer computes of equal gradients; `other` of those that have none in
-    this step. effect: how far rounding moves a parameter, where the optimizer evaluates the loss itself."""
+    this step."""
 
     by_name: Mapping[str, float]
     other: float
-    effect: Callable[[str], float] = lambda name: 0.0
 
     def of(self, name: str) -> float:
         """Of this parameter."""
@@ -134,13 +133,10 @@ class StateErrors:
             # the loss writes it, as buffers are: several chunks' writes are put together in another order
             units = allowed * size
         most = allowed * moved + units
-        effect = self._updates_allowed.effect(name)
-        grown, most = effect > most, max(most, effect)  # beyond what is tolerated unmeasured
         parameter = self._tensor_error(
             name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
         )
-        update = self._tensor_error(name, "update", relative(off, of_update), most / of_update)
-        return [parameter, replace(update, moved=grown)]
+        return [parameter, self._tensor_error(name, "update", relative(off, of_update), most / of_update)]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
         reference, rounding = self._buffers[name], self._rounding

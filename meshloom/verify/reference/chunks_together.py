@@ -14,24 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
 from meshloom.core.moments.gather import gathered_by
-from meshloom.verify.reference.between_chunks.state_before import StateBefore
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward
+from meshloom.verify.reference.state_before import StateBefore
 
-
-class Forward(Protocol):
-    """A forward of the reference, with the plan's chunks that it computes, by number."""
-
-    @property
-    def members(self) -> Sequence[tuple[int, Any]]: ...
-
-
-F = TypeVar("F", bound=Forward)
 R = TypeVar("R")
 
 
@@ -68,7 +60,7 @@ class ChunksTogether:
         self._gradients: list[Tensor] = []
 
     def run(
-        self, run: Callable[[F, bool], R], forward: F, watched: bool, forwards: Callable[[], Iterable[F]]
+        self, run: Callable[[ReferenceForward, bool], R], forward: ReferenceForward, watched: bool, forwards: Callable[[], Iterable[ReferenceForward]]
     ) -> R:  # fmt: skip
         """`run(forward, watched)`, after all that its chunk gathers has been found. run: with what another run leaves undone is done
         again, apart from buffers. forwards: all of the step."""
@@ -76,7 +68,7 @@ class ChunksTogether:
             return run(forward, watched)
         before = StateBefore(self._model)
 
-        def run_again(each: F) -> None:
+        def run_again(each: ReferenceForward) -> None:
             before.put_back()
             run(each, False)
 
@@ -114,7 +106,7 @@ class ChunksTogether:
             self._gradients.append(torch.zeros_like(whole) if found is None else found)
         raise _PassedError
 
-    def _find(self, run: Callable[[F], None], forwards: Sequence[F]) -> None:
+    def _find(self, run: Callable[[ReferenceForward], None], forwards: Sequence[ReferenceForward]) -> None:
         """Find all rows and their gradients. run: forward and `backward` of a chunk."""
         self.rows, self._finding = [], True
         try:
