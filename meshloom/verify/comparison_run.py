@@ -46,6 +46,7 @@ from meshloom.verify.reference.reruns import (
     ENLARGED,
     backward_effect,
     chunk_by_chunk,
+    loss_effect,
     outputs_effect,
     rounding_effect,
     rounds_partial_sums,
@@ -258,7 +259,13 @@ class ComparisonRun:
             *self._state.errors(),
             *(self._averages.errors if self._averages else []),
         ]
-        comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
+        comparison = self._comparer.compare(
+            ours,
+            self._reference_record,
+            of_tensors,
+            grows=self._gradients.grows,
+            loss_effect=partial(loss_effect, self.reference),
+        )
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)

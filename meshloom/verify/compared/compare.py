@@ -18,7 +18,7 @@ Tensors are compared one by one as they arrive: no copy of a step's gradients or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +30,7 @@ from meshloom.verify.compared.compare_chunks import facts_of, first_module, firs
 from meshloom.verify.reference.float64_blocks import relative
 from meshloom.verify.reference.reruns import rounds_partial_sums
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
+from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     unmeasured,
@@ -104,13 +105,13 @@ class Comparer:
 
     @property
     def values(self) -> float:
-        """The tolerance of a loss. Casts are of
+        """The tolerance of a loss that needs no measuring. Casts are of
         equal values wherever operators run on whole chunks, so they widen nothing there (decision 40); but gradients that a loss
-        takes itself are added up in a program's order. A loss is one number, so where operators are divided no rerun says how far rounding may move it."""
+        takes itself are added up in a program's order."""
         if not rounds_partial_sums(self.plan):
             own = [each.dtype for each in self._casts if each.in_gradients and self.plan.captures]
             return max([unmeasured(self.precision), *(most_tolerated(getattr(torch, each)) for each in own)])
-        return self.outputs
+        return max(unmeasured_through(self.precision), most_tolerated(self.partial))
 
     @property
     def modules(self) -> float:
@@ -142,15 +143,29 @@ class Comparer:
             what = f"parameters are {name}, each the rounding of a copy in {name_of(self.precision)} that is updated and compared, on one device too"
         if not rounds_partial_sums(plan):
             return what
-        return f"{what}; partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
+        if plan.compiles:
+            return f"{what}; compiled operators round to it in other places, so gradients may differ as far as rounding moves one device's"
+        setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
+        return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
 
     def compare(
-        self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError]
+        self,
+        ours: StepRecord,
+        reference: StepRecord,
+        tensor_errors: Sequence[TensorError],
+        *,
+        grows: bool = False,
+        loss_effect: Callable[[], float] | None = None,
     ) -> Comparison:
-        """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters."""
+        """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters. grows: whether rounding was
+        measured to move some of them beyond what is tolerated. loss_effect: measures how far it moves the loss."""
+        self.note(reference.casts)
+        tolerance = max(self.values, most_tolerated(self.precision) if grows else 0.0)
         of_norm = unmeasured_through(self.precision)
-        errors = [*_loss_errors(ours, reference, self.values, of_norm), *tensor_errors]
+        errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
         facts = [*facts_of(ours, reference, self.plan, self.values)]
+        if not facts:
+            errors = self._with_moved_loss(errors, abs(reference.loss), loss_effect)
         module = None
         if facts or not all(error.passed for error in errors):
             module = first_output(ours, reference, self.outputs, self.plan)
@@ -166,6 +181,18 @@ class Comparer:
             first_module=module,
             skipped=reference.skipped,
         )
+
+    def _with_moved_loss(
+        self, errors: list[TensorError], size: float, effect: Callable[[], float] | None
+    ) -> list[TensorError]:
+        """The errors, where nothing but the loss differs, with the tolerance of one that rounding moves so far. size: of the loss."""
+        wrong = [each for each in errors if not each.passed]
+        is_loss = [each.name for each in wrong] == ["loss"] and wrong[0].error < math.inf
+        if not is_loss or effect is None or not rounds_partial_sums(self.plan):
+            return errors
+        allowed = min(relative(TIMES * effect(), size), most_tolerated(self.precision))
+        moved = replace(wrong[0], tolerance=max(wrong[0].tolerance, allowed))
+        return [moved if each is wrong[0] else each for each in errors]
 
 
 def name_of(dtype: torch.dtype | None) -> str:

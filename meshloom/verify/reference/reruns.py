@@ -4,6 +4,7 @@ To be called between `Reference.run` and `Reference.update`."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from meshloom.verify.reference.reference import Gradients, Reference, changed_bu
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
 ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
+_LOSS_DRAWS = 3
 ENLARGED = 256  # how many times larger a perturbation is in which terms that cancel do so no longer
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
@@ -89,6 +91,25 @@ def rounds_partial_sums(plan: Plan) -> bool:
     """Whether results are sums of parts, each rounded to what operators return, that one device has in one sum: along
     tp, or over replicas whose batch statistics are synchronised. A compiler's fused operators round elsewhere, too."""
     return plan.tp > 1 or plan.compiles or (plan.sync_batch_norm and plan.dp > 1)
+
+
+def loss_effect(reference: Reference) -> float:
+    """How far the last step's mean loss moves when the parameters that it was computed with are perturbed as in `rounding_effect`: the most of
+    a few draws, as one number may move by little. To be called after the update; 0 where other values than the parameters were updated."""
+    if reference.updated.dtype:
+        return 0.0
+    means: list[float] = []
+    for number in range(_LOSS_DRAWS + 1):
+        moved = perturbed_parameters(reference, number) if number else nullcontext()
+        with having(reference, reference.before), reference.rerun(), moved:
+            loss, weight, _ = reference.evaluate(watched=False)
+        means.append(loss / weight if weight else 0.0)
+    return max(abs(each - means[0]) if math.isfinite(each) else 0.0 for each in means)
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether operators are of whole chunks."""
+    return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
 
 
 def _is_in_order(plan: Plan) -> bool:

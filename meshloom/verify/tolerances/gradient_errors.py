@@ -79,6 +79,11 @@ class GradientErrors:
         self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
         self._compared: dict[str, TensorError] = {}
 
+    @property
+    def grows(self) -> bool:
+        """Whether rounding was measured to move a gradient beyond what is tolerated."""
+        return self._grown > 0
+
     def compare(self, name: str, ours: Tensor | None) -> TensorError:
         """The error of the plan's next gradient."""
         right, own = self._reference.get(name), self.norms.get(name, 0.0)
