@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.core.errors import CollectiveError, PeerLostError
@@ -92,10 +91,10 @@ class Background:
         self._patience = patience
         self._failure: BaseException | None = None
 
-    def start(self, what: str, steps: Waits) -> Work:
+    def start(self, what: str, run: Callable[[], None]) -> Work:
         """Start an operation, after the earlier ones. Once one has failed, all later ones fail likewise."""
         self._patience.check(what)
-        return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(steps)), what)
+        return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(run)), what)
 
     def abort(self) -> None:
         """Refuse to start anything; what is under way fails when the group underneath is aborted."""
@@ -106,13 +105,12 @@ class Background:
         self._thread.end()
         return self._thread.ended_within(seconds)
 
-    def _run(self, steps: Waits) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
         if self._failure:  # ranks are out of step: some have sent what others never will receive
             raise self._failure
         try:
             with torch.no_grad():  # the mode is per thread
-                for work in steps:
-                    work.wait()
+                run()
         except BaseException as error:
             self._failure = error
             raise

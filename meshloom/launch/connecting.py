@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.collectives.ring_group import RingGroup, ring_group
+from meshloom.comm.collectives.ring import RingGroup, ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.network.hosts import HostsGroup
