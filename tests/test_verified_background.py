@@ -15,7 +15,6 @@ from torch import nn
 from meshloom.checkpoint.writing.host_copy import HostCopy
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.optimizer.offload.disk import FileLender
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.verify import verified_run
 from meshloom.verify.findings import Report
@@ -79,17 +78,11 @@ def one_is_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostCopy, "finish", finish)
 
 
-def written_where_it_is_lent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FileLender, "separate", lambda self, tensors: None)
-
-
 @pytest.mark.parametrize(
     ("plant", "plan"),
     [
         (no_waiting, "dp=2"),
         (one_is_left, "dp=2,zero=1"),
-        # a GPU's state is offloaded to memory, not lent to a file
-        pytest.param(written_where_it_is_lent, "dp=2,offload=optimizer", marks=pytest.mark.on_cpu),
     ],
 )
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.checkpoint.format import AVERAGE, MASTER
 from meshloom.checkpoint.json_values import from_json
-from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.core.errors import CheckpointError
@@ -145,9 +144,9 @@ class OptimizerState:
             self._offloaded.keep_all()
 
     @property
-    def lender(self) -> Lender | None:
-        """What lends offloaded state to a save in the background; None: it is copied."""
-        return self._offloaded.lender if self._offloaded else None
+    def let_go(self) -> Callable[[Tensor], None] | None:
+        """What a save calls with a tensor of which it has read some; None: nothing is offloaded."""
+        return self._offloaded.let_go if self._offloaded else None
 
     def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `save` gave on all ranks together, under any plan.

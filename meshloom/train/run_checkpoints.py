@@ -55,6 +55,11 @@ SEVERAL_HOSTS = (
     "checkpoint=background is for ranks of one host."
 )
 
+IN_FILE = (
+    "Checkpoints are written in the foreground: offload=optimizer keeps the optimizer's state in a file, because a copy of it, which "
+    "checkpoint=background would need, is too large for memory."
+)
+
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
@@ -78,9 +83,13 @@ class RunCheckpoints:
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
-        self._background = out is not None and job.checkpoint == "background" and self._one_host
-        if out is not None and job.checkpoint == "background" and not self._one_host:
+        self._background = out is not None and job.checkpoint == "background"
+        in_file = plan.offload != "none" and replicas.first.context.device.type == "cpu"
+        if self._background and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
+        elif self._background and in_file:
+            listener.note(IN_FILE)
+        self._background &= self._one_host and not in_file
         for replica in replicas.all if self._background else ():
             replica.attached.chunks_done.append(
                 lambda samples, rank=replica.context.rank: self._finish_copy(rank)
@@ -139,21 +148,18 @@ class RunCheckpoints:
                 return carry_out(write=streamed(weights(replica), pieces, streams), group=world)
             divided = divide(world, held_weights(replica), pieces)
             saving = replica.context.saving
-            lender = replica.updater.state.lender
             if background and saving and self._fits(replica, divided, step):
                 memory = self._memory[replica.context.rank]
                 written = self._written if replica is self._replicas.first else SavedShare()
                 copies.append((_copy_of(replica, divided, memory, written, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
-            write = write_divided(divided, lender, replica.timings.counted)
+            write = write_divided(divided, replica.updater.state.let_go, replica.timings.counted)
             return carry_out(write=write, group=world)
 
         try:
             path = self._replicas.together(write)[0]
         except BaseException:
-            for copy, _, _ in copies:
-                copy.end()
             self._copying.clear()
             raise
         for replica in self._replicas.all:
@@ -228,14 +234,10 @@ class RunCheckpoints:
         self._listener.note(WAITED.format(format_seconds(waited), step, under_way.step))
 
     def _fits(self, replica: Replica, divided: DividedState, step: int) -> bool:
-        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step,
-        and there is disk for what updates write meanwhile."""
-        assert self._out is not None
+        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step."""
         memory = self._memory[replica.context.rank]
         again = regained_bytes() if replica is self._replicas.first else 0
-        found = find_room(
-            replica.context.world, divided, memory, replica.updater.state.lender, out=self._out, again=again, free=free_bytes()
-        )  # fmt: skip
+        found = find_room(replica.context.world, divided, memory, again=again, free=free_bytes())
         if found.missing:
             memory.release()
         if replica is self._replicas.first:
@@ -275,7 +277,7 @@ def _copy_of(
     """written: what it notes. later: of `RunCheckpoints.save`."""
     names = updated_weights(replica) if later else frozenset[str]()
     return HostCopy(
-        divided, memory, replica.updater.state.lender, later=lambda span: later and _changes_in_updates(span, names),
+        divided, memory, later=lambda span: later and _changes_in_updates(span, names),
         trusted=dict(replica.named) if later and replica.exchange.ownership.memory == "shared" else {}, told=written.note,
     )  # fmt: skip
 
@@ -295,10 +297,6 @@ def _finish_copies(copies: Sequence[_Copy], released: threading.Event | None) ->
 
 def _carry_out(copies: Sequence[_Copy]) -> Path:
     """Likewise."""
-    try:
-        saves = [partial(save, write=copy.write, group=group) for copy, save, group in copies]
-        # training draws meanwhile
-        return (in_turns(saves, apart=nullcontext) if len(saves) > 1 else [save() for save in saves])[0]
-    finally:
-        for copy, _, _ in copies:
-            copy.end()
+    saves = [partial(save, write=copy.write, group=group) for copy, save, group in copies]
+    # training draws meanwhile
+    return (in_turns(saves, apart=nullcontext) if len(saves) > 1 else [save() for save in saves])[0]

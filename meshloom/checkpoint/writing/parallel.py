@@ -20,7 +20,6 @@ from torch import Tensor
 
 from meshloom.checkpoint.checksums import Sum, of_files, sum_of_share
 from meshloom.checkpoint.format import Piece
-from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.mapped_tensors import map_bytes
 from meshloom.checkpoint.tensor_file import tensor_bytes
 from meshloom.checkpoint.writing.file_layout import (
@@ -91,10 +90,11 @@ def divide(
 
 
 def write_divided(
-    divided: DividedState, lender: Lender | None = None, told: Callable[[int, int], None] = lambda done, of: None
+    divided: DividedState, let_go: Callable[[Tensor], None] | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> Write:  # fmt: skip
-    """Writes what ranks have agreed on. lender: of parts that are on a disk. told: called with the bytes that this rank has
-    written, and their number."""
+    """Writes what ranks have agreed on. let_go: called with a tensor of which some has been read. told: called with the bytes that this
+    rank has written, and their number."""
     layout, parts = divided.layout, divided.parts
     sizes = {each.name: each.num_bytes for each in layout.files}
 
@@ -103,7 +103,7 @@ def write_divided(
         problem = _create_together(directory, temporary, group, layout)
         if problem is None:
             problem = attempt(
-                rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender, told)
+                rank, directory, needed, lambda: write_parts(temporary, layout, parts, let_go, told)
             )
             problem = first_problem(collect(group, {"problem": problem}))
         sums: list[Sum] = []
@@ -153,16 +153,16 @@ def write_parts(
     temporary: Path,
     layout: CheckpointLayout,
     parts: Sequence[Part],
-    lender: Lender | None = None,
+    let_go: Callable[[Tensor], None] | None = None,
     told: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Writes elements to their places in the files. lender: is told what was read. told: as of `write_divided`."""
+    """Writes elements to their places in the files. let_go, told: as of `write_divided`."""
     check_seen(temporary)
     done, of = 0, sum(span.num_bytes for span, _ in parts)
     for span, tensor in parts:
         told(done, of)
         done += span.num_bytes
-        read = partial(lender.let_go, tensor) if lender else None
+        read = partial(let_go, tensor) if let_go else None
         file, start = layout.place(span)
         flat = tensor.detach().to("cpu").contiguous()
         for at, block, first, held in _blocks(span):

@@ -122,7 +122,7 @@ def memory_of_rank(
         "evaluation": after + batch + held.full + held.buffers + facts.evaluation // plan.tp,
         "checkpoint": after + _of_checkpoint(plan, facts),
     }
-    if background:  # steps go on beside the copy
+    if background and plan.offload == "none":  # steps go on beside the copy
         phases["checkpoint"] = phases["step"] + copied_by(held, plan, one_copy=one_copy)
     phases["verification"] = max(phases["step"], between + facts.largest)
     if (
@@ -205,8 +205,7 @@ def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
 
 
 def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
-    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state, without
-    what is offloaded to a disk."""
+    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
     parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
     state = held.optimizer
     state = state if one_copy or plan.zero else -(-state // plan.dp)
