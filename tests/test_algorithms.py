@@ -19,7 +19,6 @@ from thread_groups import on_threads, threaded_groups
 from meshloom.comm.background import Patience
 from meshloom.comm.collectives.ring import CHUNK_BYTES, RingGroup, ring_group
 from meshloom.comm.group import Group, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import SimulatedGroup, simulated_groups
 from meshloom.comm.turns import in_turns
@@ -148,7 +147,7 @@ def _on_a_ring(size: int, start: Callable[[Any], Work], chunk_bytes: int = CHUNK
 
     def rank(group: SimulatedGroup) -> _Counts:
         recorded = _Noting(group)
-        on_ring = RingGroup(group, chunk_bytes, Patience("", None, lambda: None), Activity())
+        on_ring = RingGroup(group, chunk_bytes, Patience("", lambda: None))
         on_ring.group = recorded
         start(on_ring).wait()
         found = _Counts(recorded.counts)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from meshloom.comm.group import Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 T = TypeVar("T")
@@ -23,20 +22,18 @@ class Patience:
     """How a rank waits for its group's thread: it checks for ranks that left, and explains what failed.
 
     member: name of this rank in errors, like "rank 3 (dp=3)".
-    activity: where it notes that it waits. After a wait that failed it still says so.
     who_left: the name of a rank that has aborted, or None; called once a second during a wait.
     who_is_gone: the name of a rank whose connection is closed, or None; given the number of such calls in a wait.
     aborted: whether this rank has aborted its group.
     """
 
     def __init__(
-        self, member: str, activity: Activity | None, who_left: Callable[[], str | None],
+        self, member: str, who_left: Callable[[], str | None],
         who_is_gone: Callable[[int], str | None] = lambda polls: None,
     ) -> None:  # fmt: skip
         self.aborted = False
         self.who_left, self._who_is_gone = who_left, who_is_gone
         self.member = member
-        self._activity = activity or Activity()
 
     def check(self, what: str) -> None:
         """Raise `PeerLostError` if this rank has aborted, so that nothing can be started."""
@@ -46,7 +43,6 @@ class Patience:
     def wait_for(self, operation: Future[Any], what: str) -> None:
         """Wait for an operation, checking once a second for a rank that left."""
         self.check(what)
-        self._activity.waits()
         polls = 0
         while not wait_for_futures([operation], _POLL_SECONDS).done:
             self.check(what)
@@ -61,7 +57,6 @@ class Patience:
             if isinstance(error, PeerLostError | CollectiveError):
                 raise type(error)(f"{error} This was a part of {what}.") from error
             raise error
-        self._activity.goes_on()
 
 
 class BackgroundWork(Work):

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from meshloom.comm.background import Background, Patience
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import AroundGroup
 from meshloom.comm.reductions import combine, divide
 from meshloom.comm.simulated import SimulatedGroup
@@ -42,7 +41,6 @@ def ring_group(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     name: str = "",
-    activity: Activity | None = None,
     who_left: Callable[[], str | None] = lambda: None,
 ) -> RingGroup:
     """`group` with sums and gathers on a ring of all its ranks in order.
@@ -50,20 +48,18 @@ def ring_group(
     Whoever calls this closes the result, before `group`, which has no other user meanwhile.
 
     chunk_bytes: maximum size of a message.
-    name: of this rank in errors. activity: where it notes that it waits. who_left: the name of a rank that
-    has aborted, or None.
+    name: of this rank in errors. who_left: the name of a rank that has aborted, or None.
     """
-    activity = activity or Activity()
-    return RingGroup(group, chunk_bytes, Patience(name or f"rank {group.rank}", activity, who_left), activity)
+    return RingGroup(group, chunk_bytes, Patience(name or f"rank {group.rank}", who_left))
 
 
 class RingGroup(AroundGroup):
     """Constructed by `ring_group`. Calls but sums and gathers are passed on. All of them run first in, first out: on processes
     in a thread, on simulated ranks, which have none, when their rank waits for one."""
 
-    def __init__(self, group: Group, chunk_bytes: int, patience: Patience, activity: Activity) -> None:
+    def __init__(self, group: Group, chunk_bytes: int, patience: Patience) -> None:
         super().__init__(group)
-        self._chunk_bytes, self._activity = chunk_bytes, activity
+        self._chunk_bytes = chunk_bytes
         self._background: Background | None = None
         if isinstance(group, SimulatedGroup):
             self._start = group.start_later
@@ -184,20 +180,18 @@ class RingGroup(AroundGroup):
 
     def _pass(self, what: str, start: Callable[[], Work]) -> Work:
         started: list[Work] = []
-        return _Passed(self._start(what, lambda: started.append(start())), started, self._activity)
+        return _Passed(self._start(what, lambda: started.append(start())), started)
 
 
 class _Passed(Work):
     """An operation of the group underneath, started once the earlier ones are over."""
 
-    def __init__(self, starting: Work, started: Sequence[Work], activity: Activity) -> None:
-        self._starting, self._started, self._activity = starting, started, activity
+    def __init__(self, starting: Work, started: Sequence[Work]) -> None:
+        self._starting, self._started = starting, started
 
     def wait(self) -> None:
         self._starting.wait()
-        self._activity.waits()
         self._started[0].wait()
-        self._activity.goes_on()
 
     def is_finished(self) -> bool:
         return self._starting.is_finished() and bool(self._started) and self._started[0].is_finished()

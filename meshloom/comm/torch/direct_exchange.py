@@ -21,7 +21,6 @@ from torch import Tensor
 
 from meshloom.comm.background import Background, Patience
 from meshloom.comm.group import ReduceOp, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.reductions import combine, divide
 from meshloom.comm.torch.c10d_operations import C10dOperations
 from meshloom.core.units import format_bytes
@@ -34,7 +33,7 @@ _TAGS = range(1, 1 << 30)  # messages of the group itself have tag 0
 class DirectExchange:
     """Of the ranks of one Gloo process group, in a thread that starts with the first operation.
 
-    members, activity: as of the group.
+    members: as of the group.
     """
 
     def __init__(
@@ -42,11 +41,10 @@ class DirectExchange:
         process_group: dist.ProcessGroup,
         members: Sequence[str],
         operations: C10dOperations,
-        activity: Activity,
     ) -> None:
         self._process_group, self._members, self._operations = process_group, members, operations
         self._rank, self._size = process_group.rank(), process_group.size()
-        self._patience = Patience(members[self._rank], activity, operations.who_left, operations.who_is_gone)
+        self._patience = Patience(members[self._rank], operations.who_left, operations.who_is_gone)
         self._background: Background | None = None
         self._tags = cycle(_TAGS)  # ranks start the same operations in the same order
 
