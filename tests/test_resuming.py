@@ -36,7 +36,6 @@ from meshloom.checkpoint.format import META, MODEL, Piece, meta_text, read_meta
 from meshloom.checkpoint.mapped_tensors import MappedTensors
 from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together, read_slices
 from meshloom.checkpoint.tensor_reading import TensorReader
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError
@@ -48,7 +47,14 @@ from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.jobs_in_memory import integers, job_of, normal
 from tests.processes import on_ranks
-from tests.saving_jobs import SHAPES, save_step, state_of, weights_of, written_in_parallel
+from tests.saving_jobs import (
+    SHAPES,
+    save_step,
+    state_of,
+    weights_of,
+    written_across_hosts,
+    written_in_parallel,
+)
 
 
 class Reads:
@@ -242,7 +248,7 @@ def handed_over(
 
 @pytest.mark.parametrize("saved_on", [1, 2, 8])
 @pytest.mark.parametrize("how", [hand_over, read_slices])
-@pytest.mark.parametrize("writing", [streamed, written_in_parallel])
+@pytest.mark.parametrize("writing", [written_across_hosts, written_in_parallel])
 def test_every_rank_is_given_whole_tensors(saved_on: int, how: Any, writing: Any, tmp_path: Path) -> None:
     save_step(tmp_path, 7, num_ranks=saved_on, writing=writing)
     expected = weights_of(7) | state_of(7)

@@ -14,6 +14,7 @@ from typing import Any
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import TORCHS_META, step_name
+from meshloom.checkpoint.writing.across_hosts import write_across_hosts
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -22,7 +23,6 @@ from meshloom.checkpoint.writing.parallel import DividedState, divide, write_div
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.checkpoint.writing.save_room import find_room
 from meshloom.checkpoint.writing.saving import save
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.turns import in_turns
@@ -41,7 +41,6 @@ from meshloom.replica.replica_state import (
     resume,
     run_state,
     updated_weights,
-    weights,
 )
 from meshloom.telemetry.progress import Listener
 from meshloom.train.local_replicas import LocalReplicas
@@ -126,7 +125,7 @@ class RunCheckpoints:
         copies: list[_Copy] = []
 
         def write(replica: Replica) -> Path:
-            pieces, streams, values = run_state(replica, gather=not self._one_host)
+            pieces, values = run_state(replica)
             job = self._job
             values = {
                 "seed": job.seed, "batch_size": job.batch_size,
@@ -144,9 +143,9 @@ class RunCheckpoints:
                 config_files=config_files_of(replica.model),
             )
             world = replica.context.world
-            if not self._one_host:
-                return carry_out(write=streamed(weights(replica), pieces, streams), group=world)
             divided = divide(world, held_weights(replica), pieces)
+            if not self._one_host:
+                return carry_out(write=write_across_hosts(divided), group=world)
             saving = replica.context.saving
             if background and saving and self._fits(replica, divided, step):
                 memory = self._memory[replica.context.rank]

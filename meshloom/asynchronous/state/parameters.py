@@ -122,7 +122,7 @@ class Parameters:
     def snapshot(self) -> Content:
         """A copy of all state."""
         values, buffers = self.values()
-        pieces, _, settings = self._updater.state.save(self._alone, self_contained=True)
+        pieces, settings = self._updater.state.save(self_contained=True)
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 

@@ -25,6 +25,7 @@ from meshloom.checkpoint.tensor_file import tensor_bytes
 from meshloom.checkpoint.writing.file_layout import (
     FILE_BYTES,
     CheckpointLayout,
+    FileLayout,
     HeldSpan,
     Kind,
     division_of,
@@ -112,7 +113,7 @@ def write_divided(
                 rank, directory, 0, lambda: sums.extend(sum_of_share(temporary, sizes, rank, group.size))
             )
             if rank == 0:
-                problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout))
+                problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout.files))
         everyone = collect(group, sums)
         found = of_files([tuple(each) for theirs in everyone for each in theirs])
         facts = {name: {"bytes": size, "crc32": found.get(name)} for name, size in sizes.items()}
@@ -133,7 +134,7 @@ def _create_together(
     """Rank 0 makes the files, and all ranks see them; the problem of the first rank that has one."""
     problem: Problem | None = None
     if group.rank == 0:
-        problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout))
+        problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout.files))
     # which directory it is: another host may have one of that name
     node = share(group, temporary.stat().st_ino if group.rank == 0 and not problem else None)
     if problem is None:
@@ -141,9 +142,9 @@ def _create_together(
     return first_problem(collect(group, {"problem": problem}))
 
 
-def create_files(temporary: Path, layout: CheckpointLayout) -> None:
-    """All files with their headers, in full length."""
-    for each in layout.files:
+def create_files(temporary: Path, files: Sequence[FileLayout]) -> None:
+    """Files with their headers, in full length."""
+    for each in files:
         with (temporary / each.name).open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, each.num_bytes)
             file.write(each.header)
@@ -181,9 +182,9 @@ def write_parts(
             read()
 
 
-def flush(temporary: Path, layout: CheckpointLayout) -> None:
+def flush(temporary: Path, files: Sequence[FileLayout]) -> None:
     """Brings what any rank has written to the disk."""
-    for each in layout.files:
+    for each in files:
         with (temporary / each.name).open("rb") as file:
             os.fsync(file.fileno())
 

@@ -200,7 +200,7 @@ def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_co
 
 
 def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
-    """What writing a checkpoint takes: one full tensor, where ranks of several hosts gather them."""
+    """What writing a checkpoint takes: one full tensor, where ranks of several hosts send them."""
     return facts.largest if plan.mesh.size > 1 else 0
 
 
