@@ -35,9 +35,6 @@ INDEX = "model.safetensors.index.json"
 META = "meta.json"
 TORCHS_META = ".metadata"  # in a directory that torch.distributed.checkpoint has written
 STATE = "optimizer/"  # what keys of the optimizer's state begin with
-CARRIED = (
-    "carried/"  # the same of tensors that forwards left for the next step, in checkpoints of earlier versions
-)
 MASTER = "master of bfloat16"  # key in the state of a parameter: its copy in the precision of its updates
 AVERAGE = "average of the parameter"  # the same: its moving average
 SAVING = ".saving-"
