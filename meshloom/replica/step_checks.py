@@ -3,12 +3,10 @@ have the same settings of their optimizers' groups."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -295,8 +293,7 @@ def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> None:
         optimizer, number, _ = groups[found[0]]
         what = f"{'the learning rate' if found[1] == 'lr' else found[1]} of group {number} of {type(optimizer).__name__}"
         there, here = (f"{value} on {rank_name(rank, mesh)}" for rank, value in found[2])
-        by = _set_by(updater, optimizer) if found[1] == "lr" else ""
-        raise JobError(f"{when} {what} is {there} and {here}{by}. {needs}")
+        raise JobError(f"{when} {what} is {there} and {here}. {needs}")
     if any(len(theirs) != fewest for theirs in everyone):
         counts = ", ".join(f"{len(theirs)} on rank {rank}" for rank, theirs in enumerate(everyone))
         raise JobError(f"{when} the optimizers have other numbers of groups: {counts}. {needs}")
@@ -320,21 +317,3 @@ def _settings(group: Mapping[str, Any]) -> dict[str, str]:
             with suppress(NotPlainError):
                 found[name] = json.dumps(to_json(value))
     return found
-
-
-def _set_by(updater: Updater, optimizer: torch.optim.Optimizer) -> str:
-    """Whose rates an optimizer has, as the end of a clause: its schedulers, with the functions that they call."""
-    schedulers = [each for each in updater.schedulers if getattr(each, "optimizer", optimizer) is optimizer]
-    texts: list[str] = []
-    for each in schedulers:
-        held = [
-            one for value in vars(each).values() for one in (value if isinstance(value, list) else [value])
-        ]
-        calls = dict.fromkeys(_place(one) for one in held if inspect.isfunction(one))
-        texts.append(" of ".join([type(each).__name__, *([", ".join(calls)] if calls else [])]))
-    return f", which {' and '.join(texts)} set{'s' if len(texts) == 1 else ''}" if texts else ""
-
-
-def _place(function: Any) -> str:
-    code = function.__code__
-    return f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
