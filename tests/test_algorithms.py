@@ -26,7 +26,7 @@ from meshloom.core.errors import CollectiveError, PeerLostError
 from meshloom.machine.all_reduce_costs import ring_seconds
 
 ON_RING = ["all_reduce", "reduce_scatter", "all_gather"]
-ALL = [*ON_RING, "broadcast", "barrier", "send", "gather", "scatter", "all_to_all"]
+ALL = [*ON_RING, "broadcast", "barrier", "send", "gather", "all_to_all"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 OPS = ["sum", "avg", "max", "min"]
 

@@ -140,7 +140,9 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
             opened = Checkpoint(tmp_path / "elsewhere", opened.meta)
         load_together(opened, [], LOADS_NOTHING, group)
 
-    with pytest.raises(CheckpointError, match="Rank 1 does not see the checkpoint .*step-00000007, or sees another"):
+    with pytest.raises(
+        CheckpointError, match="Rank 1 does not see the checkpoint .*step-00000007, or sees another"
+    ):
         in_turns([partial(rank, group) for group in simulated_groups(3)])
 
 

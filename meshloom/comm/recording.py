@@ -21,7 +21,7 @@ class Count:
     """The traffic of one rank by one kind of operation.
 
     calls: operations started.
-    bytes: payload that this rank passed in (of a scatter, only the source does; of a receive, none).
+    bytes: payload that this rank passed in (of a receive, none).
     seconds: time for which the caller was blocked, starting and waiting; an operation may take longer.
     """
 
@@ -81,9 +81,6 @@ class RecordedGroup(AroundGroup):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._start("gather", tensor.nbytes, outputs, tensor, destination)
-
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._start("scatter", sum(tensor.nbytes for tensor in tensors or ()), output, tensors, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._start("broadcast", tensor.nbytes, tensor, source)

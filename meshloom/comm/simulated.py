@@ -205,16 +205,6 @@ class SimulatedGroup(Group):
             "gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run, *early
         )
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> Callable[[int], None]:
-            slices = [each.clone() for each in calls[source][1] or ()]
-            outputs = {rank: output for rank, (output, _) in enumerate(calls)}
-            return lambda rank: _fill(outputs.pop(rank), slices[rank])
-
-        return self._join(
-            "scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run, output
-        )
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
             sent = tensors[source].clone()

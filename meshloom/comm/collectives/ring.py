@@ -106,9 +106,6 @@ class RingGroup(AroundGroup):
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._pass("gather", lambda: self.group.gather(outputs, tensor, destination))
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._pass("scatter", lambda: self.group.scatter(output, tensors, source))
-
     def send(self, tensor: Tensor, destination: int) -> Work:
         return self._pass("send", lambda: self.group.send(tensor, destination))
 

@@ -91,9 +91,6 @@ class HostsGroup(Group):
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._parts.all_ranks.gather(outputs, tensor, destination)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._parts.all_ranks.scatter(output, tensors, source)
-
     def abort(self) -> None:
         self._patience.aborted = True
         for group in self._parts.groups:

@@ -130,15 +130,6 @@ class C10dGroup(Group):
             ),
         )
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        output = output.detach()
-        sent = _detached(tensors) if self.rank == source else None
-        return self._operations.start(
-            f"scatter of {format_bytes(output.nbytes)} from {self._members[source]}",
-            [output, *(sent or ())],
-            lambda: dist.scatter(output, sent, group=self._process_group, group_src=source, async_op=True),
-        )
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         tensor = tensor.detach()
         return self._operations.start(
