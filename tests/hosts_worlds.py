@@ -50,7 +50,6 @@ def calls_of(*sizes: tuple[int, int]) -> list[Call]:
         "send",
         "barrier",
         "gather",
-        "scatter",
         "all_to_all",
     ]
     sums = ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
@@ -62,7 +61,7 @@ def calls_of(*sizes: tuple[int, int]) -> list[Call]:
 @dataclass(frozen=True)
 class Call:
     """One operation of all ranks. count: elements of what a rank gets or sends, per rank where it is divided.
-    root: of broadcast, gather, scatter."""
+    root: of broadcast and gather."""
 
     name: str
     count: int
@@ -73,7 +72,7 @@ class Call:
     def given(self, rank: int, size: int) -> Tensor:
         """What `rank` hands in: small whole numbers, so that no sum rounds; those of a root as if each were
         one."""
-        count = self.count * size if self.name in ("reduce_scatter", "scatter", "all_to_all") else self.count
+        count = self.count * size if self.name in ("reduce_scatter", "all_to_all") else self.count
         return ((torch.arange(count) * 7 + rank * 5 + self.count) % 11).to(self.dtype)
 
     def start(self, group: Group) -> tuple[Sequence[Work], Tensor]:
@@ -90,11 +89,6 @@ class Call:
                 return [group.broadcast(mine, self.root)], mine
             case "barrier":
                 return [group.barrier()], mine
-            case "scatter":
-                output = torch.full((n,), -1).to(self.dtype)
-                return [
-                    group.scatter(output, list(mine.view(group.size, n)) if is_root else None, self.root)
-                ], output
             case "send":  # to the next rank, from the one before
                 output = torch.full((n,), -1).to(self.dtype)
                 return [
@@ -131,8 +125,6 @@ class Call:
                 return given[self.root]
             case "barrier":
                 return given[rank]
-            case "scatter":
-                return given[self.root][rank * n : (rank + 1) * n]
             case "send":
                 return given[(rank - 1) % size]
             case "all_to_all":

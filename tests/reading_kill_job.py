@@ -5,8 +5,7 @@ While the file that MESHLOOM_TESTS_HOLD names holds a moment, whoever comes to i
 on when the first one is gone:
 
     read            in the loss, when it is called for the first time
-    write           in the middle of a file of the cache, which has no name yet
-    write named     the same where the system has no files without a name
+    write           in the middle of a file of the cache, which has another name yet
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshloom.core import cache
 from tests.jobs import make_job
 
 
@@ -32,20 +30,19 @@ def hold(*moments: str) -> None:
 
 
 _base = make_job("mlp", "adamw", steps=2)
-_new_file: Any = getattr(cache, "_new_file")  # the one place where half a file is there  # noqa: B009
+_mkstemp: Any = tempfile.mkstemp
 
 
-def _begun(directory: Path) -> tuple[int, str]:
-    file = Path(os.environ.get("MESHLOOM_TESTS_HOLD", "/nowhere"))
-    named = file.is_file() and file.read_text() == "write named"
-    made = tempfile.mkstemp(dir=directory, prefix=".new-") if named else _new_file(directory)
-    os.write(made[0], b"meshloom kept 1\nhalf")
-    hold("write", "write named")
-    os.lseek(made[0], 0, os.SEEK_SET)
+def _begun(*arguments: Any, **how: Any) -> tuple[int, str]:
+    made = _mkstemp(*arguments, **how)
+    if how.get("prefix") == ".new-":  # of the cache
+        os.write(made[0], b"meshloom kept 1\nhalf")
+        hold("write")
+        os.lseek(made[0], 0, os.SEEK_SET)
     return made
 
 
-setattr(cache, "_new_file", _begun)  # noqa: B010
+tempfile.mkstemp = _begun
 
 
 def _loss(model: Any, batch: Any) -> Any:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.format import Piece, fingerprint_of
-from meshloom.checkpoint.writing.parallel import parallel
-from meshloom.checkpoint.writing.saving import Write, save
+from meshloom.checkpoint.writing.across_hosts import write_across_hosts
+from meshloom.checkpoint.writing.parallel import divide, parallel
+from meshloom.checkpoint.writing.saving import Write, WrittenFiles, save
+from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.plan_shares import chunk_sizes
@@ -43,8 +45,21 @@ def slices_of(state: dict[str, Tensor], rank: int, num_ranks: int) -> list[Piece
 
 def written_in_parallel(weights: dict[str, Tensor], pieces: list[Piece], **settings: Any) -> Write:
     """Every rank holds all weights."""
-    held = [Piece(name, each.flatten(), 0, each.numel(), tuple(each.shape)) for name, each in weights.items()]
-    return parallel(held, pieces, **settings)
+    return parallel(whole_pieces(weights), pieces, **settings)
+
+
+def written_across_hosts(weights: dict[str, Tensor], pieces: list[Piece], file_bytes: int = 60) -> Write:
+    """The same, each file by one rank. file_bytes: small, so that several ranks write some."""
+
+    def write(directory: Path, temporary: Path, group: Group) -> WrittenFiles:
+        divided = divide(group, whole_pieces(weights), pieces, file_bytes)
+        return write_across_hosts(divided)(directory, temporary, group)
+
+    return write
+
+
+def whole_pieces(weights: dict[str, Tensor]) -> list[Piece]:
+    return [Piece(name, each.flatten(), 0, each.numel(), tuple(each.shape)) for name, each in weights.items()]
 
 
 def save_step(

@@ -17,9 +17,9 @@ import torch
 from exchange_world import KINDS, Net, data
 from torch import Tensor, nn
 
-from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.checkpoint import Checkpoint, Piece
+from meshloom.checkpoint.writing.parallel import parallel
 from meshloom.checkpoint.writing.saving import save
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.pieces import Pieces, Runs, whole
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
@@ -159,22 +159,19 @@ class Grid:
 
     def save(self, directory: Path, step: int) -> Path:
         def rank(number: int) -> Path:
-            for group in self.groups[number].values():
-                group.counts.clear()
-            pieces, streams, values = self.updaters[number].state.save(self.worlds[number])
-            weights = self.shards[number].weights(self.models[number])
-            settings: dict[str, Any] = {
-                "fingerprint": {},
-                "plan_text": f"dp={self.dp},tp={self.tp}",
-                "keep": 9,
-            }
-            settings |= {"write": streamed(weights, pieces, streams), "values": values}
-            path = save(directory, step, group=self.worlds[number], **settings)
-            self.counted[number] = {
-                axis: {kind: each.bytes for kind, each in group.counts.items()}
-                for axis, group in self.groups[number].items()
-            }
-            return path
+            pieces, values = self.updaters[number].state.save()
+            model, shards = self.models[number], self.shards[number]
+            weights = [
+                Piece(
+                    name, each.reshape(-1), 0, each.numel(), shards.whole_shape(name, each),
+                    shards.pieces[name].held[shards.rank] if name in shards.pieces else None,
+                )
+                for name, each in model.state_dict().items()
+            ]  # fmt: skip
+            return save(
+                directory, step, write=parallel(weights, pieces), values=values, fingerprint={},
+                plan_text=f"dp={self.dp},tp={self.tp}", group=self.worlds[number], keep=9,
+            )  # fmt: skip
 
         return in_turns([partial(rank, number) for number in range(len(self.models))])[0]
 

@@ -275,13 +275,13 @@ def test_progress_says_how_much_of_a_save_is_written(monkeypatch: pytest.MonkeyP
     real, go, half = parallel.write_parts, threading.Event(), threading.Event()
 
     def write(
-        temporary: Path, layout: Any, parts: Any, lender: Any, told: Callable[[int, int], None]
+        temporary: Path, layout: Any, parts: Any, let_go: Any, told: Callable[[int, int], None]
     ) -> None:
         if threading.current_thread().name.startswith("saving"):
             told(5, 10)
             half.set()
             assert go.wait(HELD_SECONDS)
-        real(temporary, layout, parts, lender, told)
+        real(temporary, layout, parts, let_go, told)
 
     monkeypatch.setattr(parallel, "write_parts", write)
     seen: list[float | None] = []
@@ -306,8 +306,8 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     copied: dict[str, int] = {}  # by rank
 
     class Counted(HostCopy):
-        def __init__(self, divided: DividedState, memory: CopyMemory, lender: Any, **how: Any) -> None:
-            super().__init__(divided, memory, lender, **how)
+        def __init__(self, divided: DividedState, memory: CopyMemory, **how: Any) -> None:
+            super().__init__(divided, memory, **how)
             copied[threading.current_thread().name] = sum(part.nbytes for _, part in divided.parts)
 
     monkeypatch.setattr(run_checkpoints, "HostCopy", Counted)

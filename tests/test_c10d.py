@@ -80,18 +80,13 @@ def _everything(group: Group) -> list[torch.Tensor]:
         for root in range(n):
             tensor = numbers(count)
             gathered = [torch.empty(count) for _ in range(n)] if rank == root else None
-            spread, mine = (
-                [numbers(count) + other for other in range(n)] if rank == root else None,
-                torch.empty(count),
-            )
             started = [
                 group.broadcast(tensor, root),
                 group.gather(gathered, numbers(count), root),
-                group.scatter(mine, spread, root),
             ]
             for work in started:
                 work.wait()
-            results += [tensor, mine, *(gathered or ())]
+            results += [tensor, *(gathered or ())]
     # rank s sends (s + r) % n elements to rank r: some pieces are empty
     sizes = [(rank + other) % n for other in range(n)]
     for mine, theirs in (

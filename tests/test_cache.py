@@ -107,18 +107,11 @@ def test_where_nothing_can_be_written_it_says_so(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for call in ("link", "replace"):
-        monkeypatch.setattr(f"os.{call}", full)
+    monkeypatch.setattr("os.replace", full)
     assert "cannot be written (No space left on device)" in (
         cache.put("reading", "a loss", PARTS, b"content") or ""
     )
     assert list(cache.directory.iterdir()) == []
-
-
-def test_without_files_that_have_no_name_it_is_written_as_well(cache: Cache, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr("os.O_TMPFILE")
-    assert cache.put("reading", "a loss", PARTS, b"content") is None
-    assert cache.get("reading", "a loss", PARTS).content == b"content" and only_file(cache)
 
 
 def test_the_least_used_goes_when_there_is_no_more_room(tmp_path: Path):

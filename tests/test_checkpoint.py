@@ -8,16 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of, written_in_parallel
+from saving_jobs import (
+    SHAPES,
+    save_step,
+    slices_of,
+    state_of,
+    weights_of,
+    written_across_hosts,
+    written_in_parallel,
+)
 
 from meshloom.checkpoint import format as layout
 from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 from meshloom.checkpoint.mapped_tensors import MappedTensors
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.core.errors import CheckpointError
 
 
-@pytest.mark.parametrize("writing", [streamed, written_in_parallel])
+@pytest.mark.parametrize("writing", [written_across_hosts, written_in_parallel])
 @pytest.mark.parametrize("saved_on", [1, 2, 3, 8])
 def test_slices_saved_on_some_ranks_are_read_on_others(saved_on, writing, tmp_path):
     path = save_step(tmp_path, 7, num_ranks=saved_on, writing=writing)
@@ -52,7 +59,7 @@ def test_any_range_is_read_from_whatever_pieces_hold_it(data, tmp_path_factory):
             if owner == rank
         ]
 
-    writing = data.draw(st.sampled_from([streamed, written_in_parallel]))
+    writing = data.draw(st.sampled_from([written_across_hosts, written_in_parallel]))
     directory = tmp_path_factory.mktemp("any")
     save_step(directory, 1, num_ranks=3, pieces=pieces, writing=writing)
     start = data.draw(st.integers(0, 20))
@@ -61,7 +68,7 @@ def test_any_range_is_read_from_whatever_pieces_hold_it(data, tmp_path_factory):
 
 
 def test_only_the_files_that_hold_the_range_are_opened(tmp_path, monkeypatch):
-    save_step(tmp_path, 1, num_ranks=3, writing=streamed)
+    save_step(tmp_path, 1, num_ranks=3, writing=written_across_hosts)
     checkpoint = Checkpoint.open(tmp_path)
     opened = []
 
@@ -71,7 +78,7 @@ def test_only_the_files_that_hold_the_range_are_opened(tmp_path, monkeypatch):
 
     monkeypatch.setattr("meshloom.checkpoint.checkpoint.MappedTensors", mapped)
     checkpoint.read("optimizer/blocks.0.up.weight/exp_avg", 6, 9)
-    assert opened == ["state-00001-of-00003.safetensors"]
+    assert opened == ["state-00000-of-00002.safetensors"]
 
 
 def test_elements_and_keys_that_are_not_there(tmp_path):

@@ -26,7 +26,6 @@ NAMES = [
     "barrier",
     "send",
     "gather",
-    "scatter",
     "all_to_all",
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -73,14 +73,6 @@ def test_observers_equal_one_device(name: str, plan: str) -> None:
     report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=dtype)
     assert report is not None
     assert report.passed
-
-
-@pytest.mark.long
-def test_a_histogram_under_a_program_with_several_chunks_is_refused() -> None:
-    """It was merged otherwise than on one device."""
-    job = job_of(lambda: Net([PARTS["histogram"]()], "0"))
-    with pytest.raises(CaptureError, match="is a HistogramObserver, which spreads its histogram anew"):
-        Trainer(job, "pp=2,microbatches=2", devices="simulated")
 
 
 @pytest.mark.long

@@ -106,6 +106,23 @@ def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
         assert all(torch.equal(ours[name], each) for name, each in expected.items())
 
 
+def test_checkpoints_are_written_in_the_foreground_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small(monkeypatch)
+    notes: list[str] = []
+    job = offload_job("mlp", "sgd", steps=2, checkpoint="background", checkpoint_every=1)
+    with Trainer(
+        job, "dp=2,zero=1,offload=optimizer", devices="simulated", out=tmp_path / "with", listener=Listener(note=notes.append)
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert next(note for note in notes if "in the foreground" in note).startswith(
+        "Checkpoints are written in the foreground: offload=optimizer keeps the optimizer's state in a file"
+    )
+    ran(offload_job("mlp", "sgd", steps=2), "dp=2,zero=1", out=tmp_path / "without")
+    assert tensor_files(tmp_path / "with") == tensor_files(tmp_path / "without")
+
+
 @pytest.mark.slow
 def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Resident pages of the file, as the kernel counts them, while a window is updated and after a save."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.writing.parallel import parallel
 from meshloom.checkpoint.writing.saving import save
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
@@ -27,6 +27,7 @@ from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.updater import Updater
 from tests.covering import few
+from tests.saving_jobs import whole_pieces
 
 Build = Callable[[NamedParameters], Any]
 
@@ -110,18 +111,7 @@ class World:
         return first
 
     def checkpoint(self) -> Saved:
-        worlds = simulated_groups(len(self.members))
-        return Saved(
-            [
-                (pieces, values)
-                for pieces, _, values in in_turns(
-                    [
-                        partial(each[2].state.save, world)
-                        for each, world in zip(self.members, worlds, strict=True)
-                    ]
-                )
-            ]
-        )
+        return Saved([updater.state.save() for _, _, updater in self.members])
 
     def load(self, saved: Saved, parameters: dict[str, Tensor]) -> None:
         for model, _, updater in self.members:
@@ -385,11 +375,11 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
     first, _ = trained(the_job, "zero", steps=2)
 
     def saved(model: Net, updater: Updater, group: Group) -> Path:
-        pieces, _, values = updater.state.save(group)
+        pieces, values = updater.state.save()
         return save(
             tmp_path,
             2,
-            write=streamed(model.state_dict(), pieces),
+            write=parallel(whole_pieces(model.state_dict()), pieces),
             values=values,
             fingerprint={},
             plan_text="dp=4,zero=1",

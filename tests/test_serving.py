@@ -200,45 +200,6 @@ def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_pa
     assert sum(world.count("refused", server) for server in range(2)) >= texts
 
 
-@pytest.mark.parametrize("broken_server", [0, 1])
-@pytest.mark.long
-def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(
-    broken_server: int, tmp_path: Path
-) -> None:
-    """One member's push was enough to make the parameters of all NaN, and the run ended blaming another. What
-    it gave to one of two servers is refused by both."""
-    job = make_job("mlp", "sgd", steps=6)
-    world = World(job, "dp=1,exchange=async,servers=2", tmp_path)
-    with world.serving():
-        description = ask(world.addresses[0], world.worker_key, WAIT_SECONDS, [])
-        assert description is not None
-        member = world.worker(description)
-        replica: Any = member._replica  # pyright: ignore[reportPrivateUsage]
-        right = replica.compute
-
-        def broken(worker: int, chunks: Any) -> Any:
-            computed = right(worker, chunks)
-            computed.gradients[broken_server][0][-1] = float("nan")
-            return computed
-
-        replica.compute = broken
-        member.run()  # to its end: it is told to go
-        assert not world.updates()
-        world.work()
-        assert world.finished.wait(WAIT_SECONDS), world.errors
-    assert [(event["worker"], event["what"]) for event in world.told[0] if event["event"] == "worker"][
-        :3
-    ] == [
-        (0, "joined"),
-        (0, "expelled"),
-        (1, "joined"),
-    ]
-    assert world.count("refused", broken_server) == 1
-    # its share is lost with it
-    assert [event["share"] for event in world.told[0] if event["event"] == "update"] == list(range(1, 7))
-    assert all(bool(each.isfinite().all()) for each in world.state().values())
-
-
 class _Full:
     """An end whose peer takes the first `takes` messages, and no more."""
 

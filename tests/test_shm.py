@@ -4,7 +4,6 @@ however they wait."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from collective_runs import run_program, run_programs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from warm_ranks import WarmRank, WarmRanks
-
-from meshloom.comm.shm.segments import Named
 
 pytestmark = pytest.mark.processes
 
@@ -163,20 +160,3 @@ def _moved(warm: WarmRank) -> list[bool]:
 def test_other_types_travel() -> None:
     with WarmRanks(2) as ranks:
         assert ranks.run(_moved) == [[True] * 4] * 2
-
-
-def _by_name(warm: WarmRank, directory: str) -> tuple[list[float], list[str]]:
-    group = warm.open(files=Named(Path(directory)))
-    tensor, inside = (
-        torch.full((70_000,), float(group.rank)),
-        group.window(8).of(group.rank).view(torch.float32),
-    )
-    inside.fill_(group.rank)
-    group.all_reduce(tensor).wait()
-    group.all_reduce(inside).wait()
-    return [*tensor[-2:].tolist(), *inside.tolist()], [path.name for path in Path(directory).iterdir()]
-
-
-def test_files_with_names_work_and_are_gone_at_once(tmp_path: Path) -> None:
-    with WarmRanks(3) as ranks:
-        assert ranks.run(_by_name, str(tmp_path)) == [([3.0] * 4, [])] * 3

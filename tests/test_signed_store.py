@@ -4,7 +4,6 @@ user's and what it should be."""
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from thread_groups import on_threads
 
 from meshloom.comm import objects as values
 from meshloom.comm.network.signed_store import SignedStore
-from meshloom.comm.shm.segments import PAGE, Anonymous, Named
+from meshloom.comm.shm.segments import PAGE, create_file, open_file
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.simulated import SimulatedGroup, simulated_groups
 from meshloom.comm.turns import in_turns
@@ -222,7 +221,7 @@ def test_memory_of_another_user_is_not_opened(another: None) -> None:
         as_another_user(_memory_file) as (process, number),
         pytest.raises(PermissionError, match="belongs to another user"),
     ):
-        Anonymous().open(process, int(number), PAGE)
+        open_file(process, int(number), PAGE)
 
 
 @pytest.mark.processes
@@ -236,9 +235,8 @@ def test_a_group_with_a_rank_of_another_user_is_refused(another: None) -> None:
         def intruder() -> None:
             signed = SignedStore(store, 1, MEMBERS, b"", SOON)
             signed.all_gather("process", str(process))
-            for way in (0, 1):
-                signed.all_gather(f"{way}/files", number)
-                met.extend(signed.all_gather(f"{way}/problems", ""))
+            signed.all_gather("files", number)
+            met.extend(signed.all_gather("problems", ""))
 
         thread = threading.Thread(target=intruder)
         thread.start()
@@ -258,50 +256,27 @@ def test_a_file_of_this_user_that_is_no_shared_memory_is_not_opened(tmp_path: Pa
     descriptor = os.open(own, os.O_RDONLY)
     try:
         with pytest.raises(PermissionError, match="is not shared memory"):
-            Anonymous().open(os.getpid(), descriptor, PAGE)
+            open_file(os.getpid(), descriptor, PAGE)
     finally:
         os.close(descriptor)
 
 
 def test_memory_of_another_size_or_mode_is_not_opened() -> None:
-    made, number = Anonymous().create(3 * PAGE, backed=False)
+    made = number = create_file(3 * PAGE, backed=False)
     try:
-        os.close(Anonymous().open(os.getpid(), number, 3 * PAGE))
+        os.close(open_file(os.getpid(), number, 3 * PAGE))
         with pytest.raises(PermissionError, match=f"{3 * PAGE} bytes; .* {2 * PAGE} bytes were expected"):
-            Anonymous().open(os.getpid(), number, 2 * PAGE)
+            open_file(os.getpid(), number, 2 * PAGE)
         with pytest.raises(PermissionError):  # who shrank it would kill who reads there
             os.ftruncate(made, PAGE)
         os.fchmod(made, 0o666)
         with pytest.raises(PermissionError, match="mode 0666"):
-            Anonymous().open(os.getpid(), number, 3 * PAGE)
+            open_file(os.getpid(), number, 3 * PAGE)
     finally:
         os.close(made)
     unsealed = int(_memory_file())
     try:
         with pytest.raises(PermissionError, match="can change its size"):
-            Anonymous().open(os.getpid(), unsealed, PAGE)
+            open_file(os.getpid(), unsealed, PAGE)
     finally:
         os.close(unsealed)
-
-
-def test_a_named_file_is_opened_only_where_it_is_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    way = Named(tmp_path)
-    made, number = way.create(PAGE, backed=False)
-    (path,) = tmp_path.iterdir()
-    try:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        os.close(way.open(os.getpid(), number, PAGE))
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
-            with pytest.raises(PermissionError, match=f"is a file of user {os.getuid()}"):
-                way.open(os.getpid(), number, PAGE)
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(OSError, match="symbolic links"):
-            way.open(os.getpid(), number, PAGE)
-    finally:
-        os.close(made)
-        way.all_have_opened(number)
-    assert not path.exists()

@@ -143,13 +143,13 @@ def test_a_timeline_is_of_its_schedule():
 
 @given(
     name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 6),
-    costs=st.lists(st.floats(1e-6, 10.0), min_size=8, max_size=8), transfer=st.floats(0.0, 1.0),
+    costs=st.lists(st.floats(1e-6, 10.0), min_size=8, max_size=8),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 @pytest.mark.long
-def test_any_timeline_survives_json(name: str, p: int, m: int, costs: list[float], transfer: float):
+def test_any_timeline_survives_json(name: str, p: int, m: int, costs: list[float]):
     schedule = make_schedule(name, p, m)
-    timeline = on_paper(schedule, lambda action: costs[(action.stage + 3 * action.microbatch) % 8], transfer)
+    timeline = on_paper(schedule, lambda action: costs[(action.stage + 3 * action.microbatch) % 8])
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
     for row, idle in zip(timeline.rows, idle_of(timeline), strict=True):
         assert all(0.0 <= share < 1.0 for share in (idle.measured, idle.formula, idle.own_seconds))

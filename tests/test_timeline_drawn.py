@@ -31,11 +31,10 @@ TAKES = {"F": 1.0e-3, "B": 2.1e-3, "I": 1.0e-3, "W": 0.9e-3}  # seconds
 
 
 def example(name: str, p: int, m: int, v: int | None = None) -> Timeline:
-    """On paper, with microbatches that take longer and shorter, and messages."""
+    """On paper, with microbatches that take longer and shorter."""
     return on_paper(
         make_schedule(name, p, m, v),
         lambda action: TAKES[action.kind] * (1 + 0.1 * ((action.microbatch * 7 + action.stage * 3) % 5)),
-        1e-4,
     )
 
 

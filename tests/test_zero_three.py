@@ -161,38 +161,6 @@ def test_bytes_are_as_predicted_and_evaluation_is_one_devices() -> None:
     assert 4 * 2 * num_bytes <= in_steps <= 4 * 2 * 1.01 * num_bytes
 
 
-class Masked(nn.Module):
-    """An encoder [batch, 7] -> [batch, 7, 8] of sequences, of which all but the first sample's end earlier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 8)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        masked = (torch.arange(7) >= 4).repeat(len(x), 1)
-        masked[0] = False
-        return self.encoder(self.embed(x[:, :, None]), src_key_padding_mask=masked)
-
-
-def everywhere(model: Any, batch: Any) -> Tensor:
-    return model(batch["x"]).abs().mean()
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.slow
-def test_an_encoder_takes_the_path_in_evaluations_that_it_takes_on_one_device() -> None:
-    """On torch's fast path its outputs are zero at masked places, which a metric may read."""
-    evaluate = Evaluate(data=partial(vectors, 12), metrics={"everywhere": everywhere}, every=2)
-    job = replace(unit_job("blocks", loss=everywhere, evaluate=evaluate, batch_size=12), model=Masked)
-    asked = torch.overrides.has_torch_function
-    report = verify(job, Plan.parse("dp=2,zero=3"), devices="simulated", transport="gloo", quick=False)
-    assert report and report.passed, report
-    assert "evaluation" in report.between[0].what
-    assert torch.overrides.has_torch_function is asked
-
-
 @pytest.mark.long
 def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every full tensor is counted, of values and of gradients, as long as anything refers to its memory."""

@@ -15,7 +15,6 @@ from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.unit_slices import UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
-from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.processes import on_ranks
@@ -101,29 +100,6 @@ def test_the_first_step_of_a_program_gathers_what_later_ones_do() -> None:
     end at different places one waited in a sum along tp while the other was in a round."""
     summary, _ = trained("dp=2,zero=3,recompute=selective", steps=2, units=[nn.Linear])
     assert summary.predicted == summary.counted
-
-
-@pytest.mark.slow
-def test_weights_are_gathered_where_ranks_share_no_directory() -> None:
-    """`Engine.weights`, which one rank writes: as the parameters are, under all their names."""
-
-    def keep(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        found[name] = tensor.clone()
-
-    for plan in (f"dp=2,pp=2,{BLOCKS},zero=3", f"dp=2,{BLOCKS},zero=3"):
-        with Trainer(unit_job("tied", steps=1), plan, devices="simulated", dtype=torch.float64) as trainer:
-            trainer.fit()
-            full, found = trainer.together(full_state)[0], dict[str, Tensor]()
-
-            def run(replica: Any, found: dict[str, Tensor] = found) -> Any:
-                stream = replica.engine.weights()
-                place = replica.context.place
-                assert bool(stream.entries) == (place.tp == place.pp == 0)
-                stream.run(partial(keep, found if place.dp == 0 else {}))
-
-            trainer.together(run)
-            assert found.keys() == trainer.replicas[0].model.state_dict().keys()
-            assert all(torch.equal(found[name], full[name]) for name in full)
 
 
 @pytest.mark.slow

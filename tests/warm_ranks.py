@@ -21,7 +21,6 @@ from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from meshloom.comm.shm.native_engine import SharedMemorySettings
-from meshloom.comm.shm.segments import Files
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.shm.window import SharedWindow
 
@@ -134,7 +133,6 @@ class WarmRank:
         members: Sequence[int] | None = None,
         timeout_seconds: float = 20.0,
         settings: SharedMemorySettings | None = None,
-        files: Files | None = None,
     ) -> ShmGroup:
         """A new group of these ranks (None: all of the world), called by its members."""
         key = tuple(range(self.size)) if members is None else tuple(members)
@@ -142,9 +140,7 @@ class WarmRank:
         store = PrefixStore(f"{key}, {self._opened[key]}", self.store)
         names = [f"rank {rank} (dp={rank})" for rank in key]
         timeout = timedelta(seconds=timeout_seconds)
-        return ShmGroup(
-            store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings, files=files
-        )
+        return ShmGroup(store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings)
 
     def kept(self, members: Sequence[int], tiny: bool) -> tuple[ShmGroup, SharedWindow]:
         """The group of these ranks that is kept, and its window of `WINDOW_BYTES`. tiny: of the group whose

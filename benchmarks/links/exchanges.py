@@ -19,7 +19,7 @@ from ranks import on_hosts
 from servers import Star
 from torch import Tensor
 
-from meshloom.comm.collectives.ring_group import ring_group
+from meshloom.comm.collectives.ring import ring_group
 from meshloom.comm.group import Group
 from meshloom.core.mesh import Mesh
 from meshloom.launch.opening import open_world

@@ -175,9 +175,6 @@ class Silent(Group):
     def gather(self, outputs: Any, tensor: Tensor, destination: int) -> Work:
         raise NotImplementedError
 
-    def scatter(self, output: Tensor, tensors: Any, source: int) -> Work:
-        raise NotImplementedError
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         raise NotImplementedError
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.chunked_moves import CHUNK_BYTES
-from meshloom.comm.collectives.ring_group import RingGroup, ring_group
+from meshloom.comm.collectives.ring import CHUNK_BYTES, RingGroup, ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.torch.c10d import C10dGroup
 

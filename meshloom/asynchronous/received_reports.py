@@ -17,7 +17,6 @@ _WHAT_HAPPENED = {
     "joined": "has joined",
     "left": "has left",
     "lost": "is lost: so is its gradient, and its samples are not read again",
-    "expelled": "has pushed a gradient that is not finite: it was refused, its samples are not read again, and the worker is expelled",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from meshloom.asynchronous.account import RunAccount
-from meshloom.asynchronous.protocol.events import Expelled, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.events import Restored, Snapshot, Update
 from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
@@ -134,8 +134,6 @@ class AsynchronousRun:
                         self._listener.saved(event.version, saved)
                 case Snapshot():
                     pass  # evaluated and saved before
-                case Expelled():
-                    raise AssertionError("simulated workers look at what they push")
         self._inspection.load(self._servers.contents(self._newest[0]))
         cluster = self.cluster
         for line in self._account.lines(cluster.seconds, "virtual clock", self.ages, self._computing()):

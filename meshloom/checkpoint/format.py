@@ -7,8 +7,7 @@
         meta.json                              written last: it makes the checkpoint complete
 
 Files of more than 5 GB are several, model-00001-of-00003.safetensors with model.safetensors.index.json, and
-state-00000-of-00003.safetensors. Where ranks of several hosts save, there is one file of weights, and one of
-state by each rank, with pieces of the flat tensors.
+state-00000-of-00003.safetensors. State may be in pieces of the flat tensors.
 
 While it is being written its name is `.saving-step-00000100`; one that is being removed is called
 `.removed-step-...`. Tied parameters are in model.safetensors once under each name, as copies, so that it
@@ -36,9 +35,6 @@ INDEX = "model.safetensors.index.json"
 META = "meta.json"
 TORCHS_META = ".metadata"  # in a directory that torch.distributed.checkpoint has written
 STATE = "optimizer/"  # what keys of the optimizer's state begin with
-CARRIED = (
-    "carried/"  # the same of tensors that forwards left for the next step, in checkpoints of earlier versions
-)
 MASTER = "master of bfloat16"  # key in the state of a parameter: its copy in the precision of its updates
 AVERAGE = "average of the parameter"  # the same: its moving average
 SAVING = ".saving-"
@@ -50,8 +46,7 @@ _STEP = re.compile(r"step-\d+")
 class Piece:
     """Elements `start` to `stop` of the flattened tensor `key` of `shape`: `tensor` [stop - start].
 
-    held: the runs of indices of each dim that make a block of it; then the elements are the block's. On the
-    meta device they come later, from a `Stream`.
+    held: the runs of indices of each dim that make a block of it; then the elements are the block's.
     """
 
     key: str
@@ -87,9 +82,9 @@ def model_name(number: int, num_files: int) -> str:
     return MODEL if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
 
 
-def state_name(rank: int, num_ranks: int) -> str:
-    """The name of a file of optimizer state: of one rank's pieces, or by number."""
-    return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
+def state_name(number: int, num_files: int) -> str:
+    """The name of a file of optimizer state."""
+    return f"state-{number:05d}-of-{num_files:05d}.safetensors"
 
 
 def weight_files(meta: Mapping[str, Any]) -> list[str]:

@@ -8,16 +8,19 @@ are not compared: `Checkpoint` does that.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshloom.checkpoint.tensor_file import TensorEntry
-from meshloom.checkpoint.tensor_reading import parse_header
+from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry
 from meshloom.core.errors import CheckpointError
+
+_NAMED_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class MappedTensors:
@@ -64,8 +67,27 @@ def _header_of(path: Path) -> Mapping[str, tuple[TensorEntry, int]]:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:
                 raise ValueError("it does not end within the file")
-            return parse_header(file.read(length), size)
+            return _parsed(file.read(length), size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or it is truncated ({error}).") from error
+
+
+def _parsed(text: bytes, file_bytes: int) -> dict[str, tuple[TensorEntry, int]]:
+    """The tensors that a file of `file_bytes` bytes has by the JSON of its header, and the byte at which each
+    starts. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it cannot be."""
+    header: dict[str, Any] = json.loads(text)
+    first = 8 + len(text)
+    found: dict[str, tuple[TensorEntry, int]] = {}
+    for name, each in header.items():
+        if name == "__metadata__":
+            continue
+        if each["dtype"] not in _NAMED_DTYPES:
+            raise ValueError(f"{name} is of dtype {each['dtype']}, which is not supported")
+        entry = TensorEntry(name, tuple(torch.Size(each["shape"])), _NAMED_DTYPES[each["dtype"]])
+        start, stop = (first + offset for offset in each["data_offsets"])
+        if stop - start != entry.num_bytes or not first <= start <= stop <= file_bytes:
+            raise ValueError(f"{name} does not lie in the file")
+        found[name] = entry, start
+    return found

@@ -1,11 +1,10 @@
-"""Writes a safetensors file whose tensors arrive one by one, so that they are never all in memory.
+"""Writes safetensors files, and knows where in one each tensor lies before it is there.
 
     length of the header, 8 bytes | header, JSON: name -> dtype, shape, offsets | elements of the first, of
     the second, ...
 
-The header contains all offsets, so shapes must be known beforehand. The library is not used because it needs
-all tensors together, refuses those that share memory (tied ones, slices of one bucket), and would require
-reading the file again for its checksum.
+The library is not used because it needs all tensors together, refuses those that share memory (tied ones, slices
+of one bucket), and would require reading the file again for its checksum.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,68 +69,14 @@ class TensorEntry:
             )
         return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
 
-    def on_meta(self) -> Tensor:
-        """A tensor of its shape and dtype without elements."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Tensors that several ranks assemble, one after another.
-
-    entries: those that this rank receives, in this order. run: passes each to its argument, by name; every
-    rank calls it.
-    """
-
-    entries: Sequence[TensorEntry]
-    run: Callable[[Callable[[str, Tensor], None]], None]
-
-
 def widest_first(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The entries with wider elements first, so that all are aligned."""
     return sorted(entries, key=lambda each: -each.dtype.itemsize)
-
-
-class TensorFile:
-    """A new file with these entries, in this order; `add` writes their tensors in the same order, and `close`
-    returns its size and checksum."""
-
-    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        text, _ = header_of(entries)
-        self._left = list(reversed(entries))
-        self._size = self._checksum = 0
-        self._file = path.open("xb")
-        self._write(memoryview(text))
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Writes the next entry's elements."""
-        entry = self._left.pop()
-        assert entry == TensorEntry.of(name, tensor), (
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
-        )
-        self._write(tensor_bytes(tensor))
-
-    def close(self) -> dict[str, int]:
-        """Flushes the file to disk; returns its size and checksum."""
-        assert not self._left, f"{self._left[-1].name} has not come"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {"bytes": self._size, "crc32": self._checksum}
-
-    def abandon(self) -> None:
-        """Closes a file that will not be complete. Does nothing after `close`."""
-        with suppress(OSError):  # what could not be written, cannot be flushed
-            self._file.close()
-
-    def _write(self, data: memoryview) -> None:
-        self._file.write(data)
-        self._checksum = zlib.crc32(data, self._checksum)
-        self._size += len(data)
 
 
 def header_of(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
@@ -160,16 +104,18 @@ def header_of(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Writes a new file of tensors that are at hand; returns its size and checksum."""
-    file = TensorFile(
-        path, entries := widest_first([TensorEntry.of(name, tensor) for name, tensor in tensors.items()])
-    )
-    try:
-        for each in entries:
-            file.add(each.name, tensors[each.name])
-        return file.close()
-    finally:
-        file.abandon()
+    """Writes a new file of tensors, to the disk; returns its size and checksum."""
+    entries = widest_first(TensorEntry.of(name, tensor) for name, tensor in tensors.items())
+    header, _ = header_of(entries)
+    size, checksum = len(header), zlib.crc32(header)
+    with path.open("xb") as file:
+        file.write(header)
+        for data in (tensor_bytes(tensors[each.name]) for each in entries):
+            file.write(data)
+            size, checksum = size + len(data), zlib.crc32(data, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "crc32": checksum}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

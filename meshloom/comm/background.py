@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 T = TypeVar("T")
@@ -24,20 +22,18 @@ class Patience:
     """How a rank waits for its group's thread: it checks for ranks that left, and explains what failed.
 
     member: name of this rank in errors, like "rank 3 (dp=3)".
-    activity: where it notes that it waits. After a wait that failed it still says so.
     who_left: the name of a rank that has aborted, or None; called once a second during a wait.
     who_is_gone: the name of a rank whose connection is closed, or None; given the number of such calls in a wait.
     aborted: whether this rank has aborted its group.
     """
 
     def __init__(
-        self, member: str, activity: Activity | None, who_left: Callable[[], str | None],
+        self, member: str, who_left: Callable[[], str | None],
         who_is_gone: Callable[[int], str | None] = lambda polls: None,
     ) -> None:  # fmt: skip
         self.aborted = False
         self.who_left, self._who_is_gone = who_left, who_is_gone
         self.member = member
-        self._activity = activity or Activity()
 
     def check(self, what: str) -> None:
         """Raise `PeerLostError` if this rank has aborted, so that nothing can be started."""
@@ -47,7 +43,6 @@ class Patience:
     def wait_for(self, operation: Future[Any], what: str) -> None:
         """Wait for an operation, checking once a second for a rank that left."""
         self.check(what)
-        self._activity.waits()
         polls = 0
         while not wait_for_futures([operation], _POLL_SECONDS).done:
             self.check(what)
@@ -62,7 +57,6 @@ class Patience:
             if isinstance(error, PeerLostError | CollectiveError):
                 raise type(error)(f"{error} This was a part of {what}.") from error
             raise error
-        self._activity.goes_on()
 
 
 class BackgroundWork(Work):
@@ -92,10 +86,10 @@ class Background:
         self._patience = patience
         self._failure: BaseException | None = None
 
-    def start(self, what: str, steps: Waits) -> Work:
+    def start(self, what: str, run: Callable[[], None]) -> Work:
         """Start an operation, after the earlier ones. Once one has failed, all later ones fail likewise."""
         self._patience.check(what)
-        return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(steps)), what)
+        return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(run)), what)
 
     def abort(self) -> None:
         """Refuse to start anything; what is under way fails when the group underneath is aborted."""
@@ -106,13 +100,12 @@ class Background:
         self._thread.end()
         return self._thread.ended_within(seconds)
 
-    def _run(self, steps: Waits) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
         if self._failure:  # ranks are out of step: some have sent what others never will receive
             raise self._failure
         try:
             with torch.no_grad():  # the mode is per thread
-                for work in steps:
-                    work.wait()
+                run()
         except BaseException as error:
             self._failure = error
             raise

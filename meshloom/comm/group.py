@@ -72,10 +72,6 @@ class Group(ABC):
         """Fill `outputs[r]` of rank `destination` with rank r's `tensor`, of its shape; others pass None."""
 
     @abstractmethod
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        """Fill `output` with `tensors[rank]` of rank `source`, of equal shape; other ranks pass None."""
-
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Fill `tensor` with that of rank `source`; shapes are equal."""
 

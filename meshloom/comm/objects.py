@@ -122,10 +122,11 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
             raise CollectiveError(
                 f"scatter_objects of {len(pickles)} values to {group.size} ranks. Give one value per rank."
             )
-    size = torch.empty(1, dtype=torch.int64)
-    group.scatter(size, [torch.tensor([each]) for each in sizes] if pickles else None, source).wait()
-    received = torch.empty(int(size), dtype=torch.uint8)
-    expected = [int(size) if rank == source else 0 for rank in range(group.size)]
+    counts = torch.tensor(sizes)
+    group.broadcast(counts, source).wait()
+    size = int(counts[group.rank])
+    received = torch.empty(size, dtype=torch.uint8)
+    expected = [size if rank == source else 0 for rank in range(group.size)]
     group.all_to_all(received, torch.cat([received[:0], *pickles]), expected, sizes).wait()
     return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
 

@@ -1,4 +1,5 @@
-"""A group around another one, and the one that counts its traffic: calls, bytes and blocked seconds of each kind of operation."""
+"""A group around another one, and the one that counts its traffic (calls, bytes and blocked seconds of each kind of operation) and notes
+when its rank waits."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.liveness.activity import Activity
 from meshloom.core.mesh import Axis
 
 
@@ -19,7 +21,7 @@ class Count:
     """The traffic of one rank by one kind of operation.
 
     calls: operations started.
-    bytes: payload that this rank passed in (of a scatter, only the source does; of a receive, none).
+    bytes: payload that this rank passed in (of a receive, none).
     seconds: time for which the caller was blocked, starting and waiting; an operation may take longer.
     """
 
@@ -45,7 +47,8 @@ class AroundGroup(Group):
 class RecordedGroup(AroundGroup):
     """A wrapper of `group` that counts in `counts`, by the name of the method.
 
-    axis: the mesh axis of the group's ranks.
+    axis: the mesh axis of the group's ranks, "" if it is of no axis. activity: where this rank notes that it waits. After a wait
+        that failed it still says so.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> import torch
@@ -55,9 +58,10 @@ class RecordedGroup(AroundGroup):
     (1, 12)
     """
 
-    def __init__(self, group: Group, axis: Axis) -> None:
+    def __init__(self, group: Group, axis: Axis | Literal[""], activity: Activity | None = None) -> None:
         super().__init__(group)
-        self.axis: Axis = axis
+        self.axis = axis
+        self._activity = activity or Activity()
         self.is_in_place, self.has_streams = group.is_in_place, group.has_streams
         self.counts: dict[str, Count] = defaultdict(Count)
 
@@ -78,9 +82,6 @@ class RecordedGroup(AroundGroup):
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._start("gather", tensor.nbytes, outputs, tensor, destination)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._start("scatter", sum(tensor.nbytes for tensor in tensors or ()), output, tensors, source)
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._start("broadcast", tensor.nbytes, tensor, source)
 
@@ -100,19 +101,21 @@ class RecordedGroup(AroundGroup):
         count.calls += 1
         count.bytes += num_bytes
         count.seconds += time.perf_counter() - began
-        return _RecordedWork(work, count)
+        return _RecordedWork(work, count, self._activity)
 
 
 class _RecordedWork(Work):
-    def __init__(self, work: Work, count: Count) -> None:
-        self._work, self._count = work, count
+    def __init__(self, work: Work, count: Count, activity: Activity) -> None:
+        self._work, self._count, self._activity = work, count, activity
 
     def wait(self) -> None:
+        self._activity.waits()
         began = time.perf_counter()
         try:
             self._work.wait()
         finally:
             self._count.seconds += time.perf_counter() - began
+        self._activity.goes_on()
 
     def is_finished(self) -> bool:
         return self._work.is_finished()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.reductions import combine
 from meshloom.comm.simulated_calls import (
@@ -53,7 +52,7 @@ class _Rendezvous:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.aborted = self.advancing = False
+        self.aborted = False
         self.started = [0] * size
         # operations that are not computed yet, by number
         self.open: dict[int, SimulatedOperation] = {}
@@ -61,8 +60,6 @@ class _Rendezvous:
         self.mail: dict[tuple[int, int], SimulatedMail] = {}
         # works of each rank that are not waited for, of operations with outputs, in the order of their start
         self.writing: list[list[WritingWork]] = [[] for _ in range(size)]
-        # operations of each rank, in the order of their start
-        self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
         self.windows: list[SimulatedWindow] = []
 
     def join(self, rank: int, call: SimulatedCall, run: Run) -> Work:
@@ -94,19 +91,6 @@ class _Rendezvous:
                 break
             self.open.pop(each).compute()
 
-    def advance(self) -> None:
-        """Advance the first operation of several messages of each rank, until none of them can advance."""
-        moved = self.advancing = True
-        with torch.no_grad():
-            while moved:
-                moved = False
-                for line in self.under_way:
-                    while line and line[0].advanced():
-                        moved = True
-                        if line[0].over:
-                            line.popleft()
-        self.advancing = False
-
 
 class _SimulatedWork(Work):
     def __init__(
@@ -127,21 +111,22 @@ class _SimulatedWork(Work):
         return self._deliver is None or self._ready()
 
 
-class _RunningSteps:
-    def __init__(self, steps: Waits) -> None:
-        self.over = False
-        self._steps = steps
-        self._needed: Work | None = None
+class _LaterWork(Work):
+    """An operation that runs when its rank waits for it, or for a later one. line: those of its rank, in order."""
 
-    def advanced(self) -> bool:
-        """Whether the operation has advanced to the next work that it needs: the previous one is over."""
-        if self._needed is not None:
-            if not self._needed.is_finished():
-                return False
-            self._needed.wait()
-        self._needed = next(self._steps, None)
-        self.over = self._needed is None
-        return True
+    def __init__(self, line: deque[_LaterWork], run: Callable[[], None]) -> None:
+        self._line, self._run = line, run
+        line.append(self)
+
+    def wait(self) -> None:
+        while self in self._line:
+            each = self._line[0]
+            with torch.no_grad():
+                each._run()
+            self._line.popleft()
+
+    def is_finished(self) -> bool:
+        return self not in self._line
 
 
 class SimulatedGroup(Group):
@@ -150,6 +135,7 @@ class SimulatedGroup(Group):
     def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
         self.rank, self.size = rank, rendezvous.size
+        self._later: deque[_LaterWork] = deque()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
@@ -219,16 +205,6 @@ class SimulatedGroup(Group):
             "gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run, *early
         )
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> Callable[[int], None]:
-            slices = [each.clone() for each in calls[source][1] or ()]
-            outputs = {rank: output for rank, (output, _) in enumerate(calls)}
-            return lambda rank: _fill(outputs.pop(rank), slices[rank])
-
-        return self._join(
-            "scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run, output
-        )
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
             sent = tensors[source].clone()
@@ -249,9 +225,7 @@ class SimulatedGroup(Group):
     def recv(self, tensor: Tensor, source: int) -> Work:
         mail = self._rendezvous.mail.setdefault((source, self.rank), SimulatedMail())
         number = mail.receive()
-        if (
-            not self._rendezvous.advancing
-        ):  # it may hold what is still to be sent, before what arrives was computed
+        if not self._later:  # else it may hold what is still to be sent, before what arrives was computed
             poison(tensor)
         what = f"rank {self.rank} waits for a message that rank {source} will not send."
         return _SimulatedWork(
@@ -260,17 +234,9 @@ class SimulatedGroup(Group):
             lambda: _fill(tensor, mail.take(number)),
         )
 
-    def start_steps(self, what: str, steps: Waits) -> Work:
-        """Start an operation of several messages, which runs after earlier ones, whenever any rank waits."""
-        operation = _RunningSteps(steps)
-        self._rendezvous.under_way[self.rank].append(operation)
-
-        def ready() -> bool:
-            self._rendezvous.advance()
-            return operation.over
-
-        missing = f"{what} on rank {self.rank} waits for messages that will not come."
-        return _SimulatedWork(ready, lambda: missing, lambda: None)
+    def start_later(self, what: str, run: Callable[[], None]) -> Work:
+        """Start an operation of several messages, which runs after earlier ones when this rank waits for it."""
+        return _LaterWork(self._later, run)
 
     def abort(self) -> None:
         self._rendezvous.aborted = True

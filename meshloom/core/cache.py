@@ -169,31 +169,15 @@ def _content_start(body: bytes) -> int:
 
 def _write(path: Path, data: bytes) -> None:
     """Write atomically, even if this process is killed; of concurrent writers, one wins."""
-    descriptor, name = _new_file(path.parent)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            if not name:
-                link = f"/proc/self/fd/{file.fileno()}"
-                # Python follows the link in /proc only if it is also given a directory
-                with suppress(FileExistsError):
-                    os.link(link, path, src_dir_fd=file.fileno(), follow_symlinks=True)
-        if name:
-            os.replace(name, path)
+        os.replace(name, path)
     except BaseException:
-        if name:
-            with suppress(OSError):
-                os.unlink(name)
-        raise
-
-
-def _new_file(directory: Path) -> tuple[int, str]:
-    """A new file and its name; "" for an anonymous file, which leaves nothing behind, where possible."""
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):
-            return os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600), ""
-    return tempfile.mkstemp(dir=directory, prefix=".new-")
+            os.unlink(name)
+        raise
 
 
 def _reason(error: Exception) -> str:

@@ -96,8 +96,6 @@ def _end_with(parent: int, _worker: int) -> None:
 
     A parent-death signal would not do: it is sent at the end of the parent's *thread*.
     """
-    if not hasattr(os, "pidfd_open"):
-        return  # torch's own watchdog sees it within seconds
     descriptor = os.pidfd_open(parent)
 
     def watch() -> None:

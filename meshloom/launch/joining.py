@@ -84,12 +84,11 @@ def join(
             dist.init_process_group(both, store=world_store, rank=rank, world_size=size, timeout=timeout)
         transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
         group_store, key = dist.PrefixStore("groups", store), signed.key("groups")
-        connections = RankGroups(mesh, rank, group_store, transports, device, timeout, activity, key)
+        connections = RankGroups(mesh, rank, group_store, transports, device, timeout, key)
 
         def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
             backend = both if use in CARRIES_TENSORS else "gloo"
-            named = Activity() if use == "saving" else None  # waits of a thread do not delay this rank
-            return connections.connect(members, backend, named, ring=ring and use in REDUCES)
+            return connections.connect(members, backend, ring=ring and use in REDUCES)
 
         local = connect_rank(mesh, rank, device, connect, activity, saving=saving)
     except (RuntimeError, OSError) as error:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshloom.comm.collectives.ring_group import ring_group
+from meshloom.comm.collectives.ring import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import DeviceError

@@ -112,7 +112,7 @@ def host_identity() -> str:
     be isolated by rules that cannot be read here, so they count as different hosts: slower, always correct.
     """
     facts = [socket.gethostname(), str(os.getuid())]
-    with suppress(OSError):  # not Linux: the host's name has to do
+    with suppress(OSError):  # not shown here: the host's name has to do
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         facts += [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net")]
     return " ".join(facts)

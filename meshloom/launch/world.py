@@ -73,27 +73,33 @@ def connect_rank(
         the one that `rank` is in. saving: whether a thread saves beside training.
     """
     several = mesh.size > mesh.dp  # ranks in a replica
-    world = connect([tuple(range(mesh.size))], "world")
+    activity, everyone = activity or Activity(), [tuple(range(mesh.size))]
+
+    def recorded(members: Sequence[Sequence[int]], use: Use, axis: Axis | Literal[""] = "") -> RecordedGroup:
+        return RecordedGroup(connect(members, use), axis, activity)
+
+    world = recorded(everyone, "world")
     slices: SliceGroups | None = None
     if mesh.within:
         copies, equals = mesh.slice_groups()
         slices = SliceGroups(
-            copy=RecordedGroup(connect(copies, "copy"), "dp"),
-            control=connect(copies, "control"),
-            equals=RecordedGroup(connect(equals, "equals"), "dp"),
+            copy=recorded(copies, "copy", "dp"),
+            control=recorded(copies, "control"),
+            equals=recorded(equals, "equals", "dp"),
         )
     return LocalRank(
         rank=rank,
         place=mesh.place(rank),
         device=device,
-        groups={axis: RecordedGroup(connect(mesh.groups(axis), axis), axis) for axis in used_axes(mesh)},
-        statistics=RecordedGroup(connect(mesh.groups("dp"), "statistics"), "dp"),
+        groups={axis: recorded(mesh.groups(axis), axis, axis) for axis in used_axes(mesh)},
+        statistics=recorded(mesh.groups("dp"), "statistics", "dp"),
         world=world,
-        team=connect(mesh.teams(), "team") if several else None,
-        readers=connect(mesh.groups("dp"), "readers") if several else world,
+        team=recorded(mesh.teams(), "team") if several else None,
+        readers=recorded(mesh.groups("dp"), "readers") if several else world,
         slices=slices,
-        saving=connect([tuple(range(mesh.size))], "saving") if saving else None,
-        activity=activity or Activity(),
+        # waits of a thread do not delay this rank
+        saving=connect(everyone, "saving") if saving else None,
+        activity=activity,
     )
 
 

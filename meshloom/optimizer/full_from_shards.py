@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm import pieces as moves
-from meshloom.comm.group import Work
 from meshloom.comm.pieces import Pieces
+from meshloom.optimizer.sent_parts import flagged, send_parts
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.values.building import give_memory
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -109,9 +110,7 @@ class FullFromShards:
 
         Before every shard a flag is sent: 1 there, 0 not.
         """
-        received = self._exchange(
-            "to keeper", lambda number, _: _flagged(shards[number], self._entries[number].shard)
-        )
+        received = self._exchange("to keeper", lambda number, _: self._flagged(number, shards[number]))
         full: list[Tensor | None] = []
         for number, pieces in enumerate(self._pieces):
             flagged = [
@@ -132,44 +131,19 @@ class FullFromShards:
         self, direction: _Direction, payload: Callable[[int, int], Tensor]
     ) -> dict[tuple[int, int], Tensor]:
         """Send `payload(entry, to)` of every entry that is sent in this direction; what arrives here, flat,
-        by entry and sender. One all_to_all per dtype."""
-        group, here, ranks = self._shards.group, self._shards.rank, range(self._shards.size)
+        by entry and sender."""
+        group, device = (
+            self._shards.group,
+            next((each.shard.device for each in self._entries), torch.device("cpu")),
+        )
         assert group is not None
-        works: list[Work] = []
-        flats: list[Tensor] = []
-        for dtype in self._dtypes:
-            sent = [payload(number, to) for to in ranks for number in self._going(direction, here, to, dtype)]
-            sizes = [
-                sum(
-                    self._length(direction, number, here, to)
-                    for number in self._going(direction, here, to, dtype)
-                )
-                for to in ranks
-            ]
-            expected = [
-                sum(
-                    self._length(direction, number, source, here)
-                    for number in self._going(direction, source, here, dtype)
-                )
-                for source in ranks
-            ]
-            flats.append(torch.empty(sum(expected), dtype=dtype, device=self._entries[0].shard.device))
-            works.append(
-                group.all_to_all(
-                    flats[-1], torch.cat(sent) if sent else flats[-1].new_empty(0), expected, sizes
-                )
-            )
-        for work in works:
-            work.wait()
-        received: dict[tuple[int, int], Tensor] = {}
-        for dtype, flat in zip(self._dtypes, flats, strict=True):
-            at = 0
-            for source in ranks:
-                for number in self._going(direction, source, here, dtype):
-                    length = self._length(direction, number, source, here)
-                    received[number, source] = flat[at : at + length]
-                    at += length
-        return received
+        going, length = partial(self._going, direction), partial(self._length, direction)
+        arrived = send_parts(group, self._dtypes, device, going, length, payload)
+        return {(number, source): values for number, source, values in arrived}
+
+    def _flagged(self, number: int, part: Tensor | None) -> Tensor:
+        shard = self._entries[number].shard
+        return flagged(part, shard.numel(), shard)
 
     def _going(self, direction: _Direction, source: int, to: int, dtype: torch.dtype) -> list[int]:
         """Entries that one rank sends to another, in order."""
@@ -190,11 +164,3 @@ class FullFromShards:
             self._length(direction, number, here, to) * dtype.itemsize
             for dtype in self._dtypes for to in range(self._shards.size) for number in self._going(direction, here, to, dtype)
         )  # fmt: skip
-
-
-def _flagged(part: Tensor | None, like: nn.Parameter) -> Tensor:
-    flagged = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
-    if part is not None:
-        flagged[0] = 1
-        flagged[1:] = part.reshape(-1)
-    return flagged

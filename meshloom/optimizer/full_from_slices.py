@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group, Work
+from meshloom.comm.group import Group
 from meshloom.exchange.exchange import Memory, Slice
+from meshloom.optimizer.sent_parts import flagged, send_parts
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -111,26 +112,26 @@ class FullFromSlices:
         found = {part: gradients[at] for part, at in zip(self._mine, self._positions, strict=True)}
         received = self._move(
             self._sent,
-            lambda part: _flagged(found[part], part.length, self._parameters[part.parameter]),
+            lambda part: flagged(found[part], part.length, self._parameters[part.parameter]),
             num_extra=1,
         )
         whole: dict[int, Tensor] = {}
         used = {part.parameter: gradient is not None for part, gradient in found.items()}
         first: dict[int, Tensor] = {}
-        for part, flagged in received:
+        for part, values in received:
             if part.parameter not in used:  # this rank owns nothing of it
-                first.setdefault(part.parameter, flagged[0])
+                first.setdefault(part.parameter, values[0])
         if first:
             flags = torch.stack([each.double() for each in first.values()]).tolist()
             used |= {number: bool(flag) for number, flag in zip(first, flags, strict=True)}
-        for part, flagged in received:
+        for part, values in received:
             if part.parameter not in whole:
                 parameter = self._parameters[part.parameter]
                 whole[part.parameter] = torch.zeros_like(
                     parameter.detach(), memory_format=torch.contiguous_format
                 )
                 parameter.grad = whole[part.parameter] if used[part.parameter] else None
-            whole[part.parameter].view(-1)[part.start : part.stop] = flagged[1:]
+            whole[part.parameter].view(-1)[part.start : part.stop] = values[1:]
         if self._only_slices:
             self._fetch_values()
 
@@ -174,24 +175,10 @@ class FullFromSlices:
 
         parts: which ones a rank sends another. piece: the elements of one [length + num_extra].
         """
-        here, ranks = self._group.rank, range(self._group.size)
-        works: list[Work] = []
-        received: list[tuple[_Part, Tensor]] = []
-        for dtype in self._dtypes:
-            out = [parts(here, rank, dtype) for rank in ranks]
-            into = [parts(rank, here, dtype) for rank in ranks]
-            sizes, expected = (
-                [sum(part.length + num_extra for part in each) for each in both] for both in (out, into)
-            )
-            flat = self._parameters[0].new_empty(sum(expected), dtype=dtype)
-            sent = _join([piece(part) for each in out for part in each], flat)
-            works.append(self._group.all_to_all(flat, sent, expected, sizes))
-            coming = [part for each in into for part in each]
-            pieces = flat.split([part.length + num_extra for part in coming])
-            received += zip(coming, pieces, strict=True)
-        for work in works:
-            work.wait()
-        return received
+        arrived = send_parts(
+            self._group, self._dtypes, self._parameters[0].device, parts, lambda part, *_: part.length + num_extra, lambda part, _: piece(part)
+        )  # fmt: skip
+        return [(part, values) for part, _, values in arrived]
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands to `group`. Those of `prepare` and of `give_back` are known after
@@ -228,15 +215,3 @@ class FullFromSlices:
         return [
             part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]
         ]
-
-
-def _flagged(gradient: Tensor | None, length: int, like: nn.Parameter) -> Tensor:
-    flagged = torch.zeros(length + 1, dtype=like.dtype, device=like.device)
-    if gradient is not None:
-        flagged[0] = 1
-        flagged[1:] = gradient
-    return flagged
-
-
-def _join(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(list(pieces)) if pieces else like.new_empty(0)

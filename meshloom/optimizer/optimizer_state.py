@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,15 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.checkpoint.format import AVERAGE, MASTER
 from meshloom.checkpoint.json_values import from_json
-from meshloom.checkpoint.lending import Lender
-from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.core.errors import CheckpointError
 from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.averages import ParameterAverages
-from meshloom.optimizer.gathered_state import gathered_pieces
 from meshloom.optimizer.offload import OffloadedState
 from meshloom.optimizer.state_pieces import (
     OwnedSlice,
     Read,
-    StateShard,
     check_state,
     copy_pieces,
     load_copies,
@@ -34,30 +30,26 @@ from meshloom.optimizer.state_pieces import (
     state_pieces,
 )
 from meshloom.optimizer.user_optimizer import UserOptimizers, scheduler_values
-from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class OptimizerState:
     """What one rank has of it.
 
-    user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
-    it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
-    state is; None: in memory. `masters`: copies of parameters in another precision, which are saved with it.
-    `averages`: of parameters, if the job keeps some, likewise. optimizers: the user's, on this rank's parameters.
+    user: the optimizers. assignment: what they update here. offloaded: where the state is; None: in memory.
+    `masters`: copies of parameters in another precision, which are saved with it. `averages`: of parameters, if the job
+    keeps some, likewise. optimizers: the user's, on this rank's parameters.
     """
 
     def __init__(
-        self, user: UserOptimizers, schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
-        owners: Group | None, device: torch.device, names: Collection[str] | None = None,
+        self, user: UserOptimizers, schedulers: Sequence[Any], assignment: UpdatedParameters, device: torch.device,
         offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
         self.optimizers: Sequence[Optimizer] = user.optimizers
         self.names, self._given = user.names, user.given
         self._given_at_first = user.given  # in the run that a checkpoint is of, whose settings go on
         self._schedulers, self._assignment = schedulers, assignment
-        self._shards, self._owners, self._device, self._names = shards, owners, device, names
-        self._offloaded, self._traffic = offloaded, Traffic()
+        self._device, self._offloaded, self._traffic = device, offloaded, Traffic()
         self.masters: Sequence[OwnedSlice] = ()
         self.averages: ParameterAverages | None = None
 
@@ -67,36 +59,16 @@ class OptimizerState:
         for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
             check_state(optimizer, held if self._offloaded is None else [])
 
-    def save(
-        self, world: Group, *, self_contained: bool = False, gather: bool = True
-    ) -> tuple[list[Piece], list[Stream], dict[str, Any]]:
-        """This rank's pieces of the state's tensors, streams of those that are gathered over tp, and JSON
-        values that are equal on all ranks.
+    def save(self, *, self_contained: bool = False) -> tuple[list[Piece], dict[str, Any]]:
+        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks.
 
-        self_contained: with all that it takes to load this rank's pieces without those of others. gather:
-            whether what is sharded over tp is gathered; else its pieces are of this rank's shards.
-
-        Every rank of `world` calls it; with tp=1 or without `gather` nothing is sent.
+        self_contained: with all that it takes to load this rank's pieces without those of others.
         """
         pieces: list[Piece] = []
-        streams: list[Stream] = []
-        parts: list[StateShard] = []
         for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
-            ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
-            pieces += ready
-            parts += sharded
+            pieces += state_pieces(optimizer, held, self_contained=self_contained)
         averages = self.averages.held if self.averages else ()
-        for kind, held in ((MASTER, self.masters), (AVERAGE, averages)):
-            ready, sharded = copy_pieces(held, kind)
-            pieces, parts = pieces + ready, parts + sharded
-        if not gather:
-            pieces += [each.piece() for each in parts]
-        elif self._shards.pieces:
-            gathered = gathered_pieces(parts, self._shards, self._owners, world, self._device, self._names)
-            pieces += gathered.pieces
-            streams.append(gathered.stream)
-            self._traffic += gathered.traffic
-        return pieces, streams, self.values()
+        return pieces + copy_pieces(self.masters, MASTER) + copy_pieces(averages, AVERAGE), self.values()
 
     def values(self) -> dict[str, Any]:
         """What is not in tensors, as JSON: equal on all ranks."""
@@ -145,9 +117,9 @@ class OptimizerState:
             self._offloaded.keep_all()
 
     @property
-    def lender(self) -> Lender | None:
-        """What lends offloaded state to a save in the background; None: it is copied."""
-        return self._offloaded.lender if self._offloaded else None
+    def let_go(self) -> Callable[[Tensor], None] | None:
+        """What a save calls with a tensor of which it has read some; None: nothing is offloaded."""
+        return self._offloaded.let_go if self._offloaded else None
 
     def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `save` gave on all ranks together, under any plan.
@@ -195,5 +167,5 @@ class OptimizerState:
         return take, finish
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of all that was saved so far."""
+        """Of all that was averaged so far."""
         return ExpectedBytes(so_far=self._traffic)

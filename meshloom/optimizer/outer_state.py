@@ -3,56 +3,25 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.format import Piece
-from meshloom.comm.group import Group
-from meshloom.optimizer.gathered_state import GatheredState, gathered_pieces
-from meshloom.optimizer.state_pieces import OwnedSlice, StateShard
 from meshloom.parameters.shards import Shards
 
 OUTER = "outer/"  # what all its keys begin with
 
 
-def outer_pieces(
-    momentum: Mapping[str, Tensor],
-    shards: Shards,
-    world: Group,
-    device: torch.device,
-    here: Collection[str] | None,
-    *,
-    gather: bool,
-) -> tuple[list[Piece], GatheredState | None]:
-    """This rank's pieces of it, and what of them is still to be gathered; gather: as for
-    `OptimizerState.save`.
-
-    momentum: of this rank's parameters, or of its shards of them. Every rank of `world` calls it. here: as
-    for `gathered_pieces`.
-    """
-    ready: list[Piece] = []
-    parts: list[StateShard] = []
+def outer_pieces(momentum: Mapping[str, Tensor], shards: Shards) -> list[Piece]:
+    """This rank's pieces of it. momentum: of this rank's parameters, or of its shards of them."""
+    found: list[Piece] = []
     for name, tensor in momentum.items():
+        shape, held = tuple(tensor.shape), None
         if name in shards.pieces:
-            held = OwnedSlice(
-                name,
-                nn.Parameter(tensor, requires_grad=False),
-                0,
-                tensor.numel(),
-                shards.pieces[name].shape,
-                shards=shards,
-            )
-            parts.append(StateShard(_key(name), held, tensor.reshape(-1)))
-        else:
-            ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))
-    if not gather:
-        return ready + [each.piece() for each in parts], None
-    if not shards.pieces:
-        return ready, None
-    gathered = gathered_pieces(parts, shards, None, world, device, here)
-    return ready + gathered.pieces, gathered
+            shape, held = shards.pieces[name].shape, shards.pieces[name].held[shards.rank]
+        found.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), shape, held))
+    return found
 
 
 def outer_loader(

@@ -44,39 +44,28 @@ class OwnedSlice:
     saves: bool = True  # False where another rank holds the same and saves it
     shards: Shards | None = None
 
+    def piece(self, key: str, flat: Tensor) -> Piece:
+        """Of a tensor under this key, the same elements, flat."""
+        if self.shards is None:
+            return Piece(key, flat, self.start, self.stop, self.shape)
+        divided = self.shards.pieces[self.name]
+        return Piece(key, flat, self.start, self.stop, divided.shape, divided.held[self.shards.rank])
+
     def cut(self, whole: Tensor) -> Tensor:
         """The same elements of another tensor [shape], in the shape of `tensor`: a copy."""
         part = self.shards.take(self.name, whole) if self.shards else whole
         return part.reshape(-1)[self.start : self.stop].view(self.tensor.shape).clone()
 
 
-@dataclass(frozen=True)
-class StateShard:
-    """A state tensor of a sharded parameter: elements `held.start` to `held.stop` of this rank's shard,
-    flat."""
-
-    key: str
-    held: OwnedSlice
-    tensor: Tensor
-
-    def piece(self) -> Piece:
-        """It alone, to be written to its places in the full tensor."""
-        assert self.held.shards is not None
-        divided = self.held.shards.pieces[self.held.name]
-        rows = divided.held[self.held.shards.rank]
-        return Piece(self.key, self.tensor, self.held.start, self.held.stop, divided.shape, rows)
-
-
 def state_pieces(
     optimizer: Optimizer, held: Sequence[OwnedSlice], *, self_contained: bool = False
-) -> tuple[list[Piece], list[StateShard]]:
-    """State of `held`: what is ready to be saved, and what is sharded over tp.
+) -> list[Piece]:
+    """State of `held`.
 
     self_contained: what is saved in full comes with every slice, so that this rank's pieces can be loaded
         without those of others.
     """
     pieces: list[Piece] = []
-    parts: list[StateShard] = []
     for each in held:
         state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.saves else {}
         for key, value in state.items():
@@ -87,13 +76,10 @@ def state_pieces(
                 and value.ndim > 0
                 and value.numel() > 0
             ):
-                flat = value.detach().reshape(-1)
-                parts.append(StateShard(path, each, flat)) if each.shards else pieces.append(
-                    Piece(path, flat, each.start, each.stop, each.shape)
-                )
+                pieces.append(each.piece(path, value.detach().reshape(-1)))
             elif each.start < each.stop and (self_contained or each.start == 0):
                 pieces.append(_whole(path, value))
-    return pieces, parts
+    return pieces
 
 
 def check_state(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> None:
@@ -107,18 +93,14 @@ def check_state(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> None:
                 _text(path, value)
 
 
-def copy_pieces(held: Sequence[OwnedSlice], kind: str) -> tuple[list[Piece], list[StateShard]]:
+def copy_pieces(held: Sequence[OwnedSlice], kind: str) -> list[Piece]:
     """As `state_pieces`, of the tensors themselves: copies of parameters, under the key `kind`: in another precision
     (`MASTER`), or averages (`AVERAGE`)."""
-    pieces: list[Piece] = []
-    parts: list[StateShard] = []
-    for each in held:
-        path, flat = copy_key(each.name, kind), each.tensor.detach()
-        if each.shards:
-            parts.append(StateShard(path, each, flat))
-        elif flat.numel():
-            pieces.append(Piece(path, flat, each.start, each.stop, each.shape))
-    return pieces, parts
+    return [
+        each.piece(copy_key(each.name, kind), each.tensor.detach())
+        for each in held
+        if each.shards or each.tensor.numel()
+    ]
 
 
 def copy_key(name: str, kind: str) -> str:

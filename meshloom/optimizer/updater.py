@@ -98,7 +98,6 @@ class Updater:
         self._counted = (
             _counted_here(ownership.owned, shards, self._device) if shards.size > 1 and clips else None
         )
-        names = {name for name, _ in local} if local is not None and stages is not None else None
         self._offloaded: OffloadedState | None = None
         if offload:
             self._offloaded = offloaded = offload_state(user.optimizers, user.in_windows, self._device)
@@ -108,9 +107,7 @@ class Updater:
             ]
             self.updated = replace(self.updated, held=held)
         self.masters: Masters | None = None  # that it updates in place of parameters
-        self.state = OptimizerState(
-            user, self.schedulers, self.updated, shards, ownership.owners, self._device, names, self._offloaded,
-        )  # fmt: skip
+        self.state = OptimizerState(user, self.schedulers, self.updated, self._device, self._offloaded)
 
     def open(self, files: Path | None) -> None:
         """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises

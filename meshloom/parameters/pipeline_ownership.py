@@ -115,27 +115,6 @@ class PipelineOwnership:
             if tensor is not None:
                 tensor.copy_(value)
 
-    def bring(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor | None:
-        """Sends the owner's tensor to the first rank along pp, which returns it; other ranks return None."""
-        if self.owner(name) == 0:
-            return tensor if self.rank == 0 else None
-        if self.owns(name):
-            assert tensor is not None
-            sent = tensor.detach().to(device).contiguous()
-            self._group.send(sent, 0).wait()
-        elif self.rank == 0:
-            received = torch.empty(shape, dtype=dtype, device=device)
-            self._group.recv(received, self.owner(name)).wait()
-            return received
-        return None
-
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes so far: for every `return_gradients` a gradient with a flag to each owner, for every `lend` a
         value to each borrower."""

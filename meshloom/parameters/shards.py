@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
@@ -36,7 +35,6 @@ class Shards:
                 f"{name} is sharded over {each.num_ranks} ranks, and the group has {self.size}"
             )
         self.pieces = {name: each for name, each in pieces.items() if not each.is_whole}
-        self._first: dict[str, str] = {}  # name of a tied tensor -> its first name
 
     def take(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that has the full shape of `name`, contiguous in memory of its own;
@@ -125,50 +123,7 @@ class Shards:
             f"{known} is {tuple(whole.shape)}, its pieces are of {self.pieces[known].shape}"
         )
         self.pieces.update(dict.fromkeys(names, self.pieces[known]))
-        self._first.update(dict.fromkeys(names, names[0]))
         return self.pieces[known]
-
-    def weights(self, model: nn.Module) -> Stream:
-        """The `state_dict` of a sharded model with full shapes, without tensors on the meta device; on the
-        group's first rank.
-
-        Sharded tensors are gathered one by one, tied ones once.
-        """
-        state = {
-            name: each
-            for name, each in model.state_dict().items()
-            if not (isinstance(each, Tensor) and each.is_meta)
-        }
-        firsts = list(dict.fromkeys(self._first.get(name, name) for name in state))
-        together = sorted(state, key=lambda name: firsts.index(self._first.get(name, name)))
-        entries = widest_first(
-            [
-                TensorEntry(
-                    name, self.whole_shape(name, state[name]), TensorEntry.of(name, state[name]).dtype
-                )
-                for name in together
-            ]
-        )
-
-        def run(take: Callable[[str, Tensor], None]) -> None:
-            newest, whole = "", torch.empty(0)
-            for each in entries:
-                if newest != (newest := self._first.get(each.name, each.name)):
-                    del whole
-                    whole = self.gather(each.name, state[each.name])
-                if self.rank == 0:
-                    take(each.name, whole)
-
-        return Stream(entries=entries if self.rank == 0 else [], run=run)
-
-    def weights_bytes(self, model: nn.Module) -> int:
-        """Bytes that `weights` hands to all_gather."""
-        divided = {
-            self._first.get(name, name): tensor.dtype
-            for name, tensor in model.state_dict().items()
-            if name in self.pieces and not tensor.is_meta
-        }
-        return sum(self.gather_bytes(name, dtype) for name, dtype in divided.items())
 
     def weights_loader(self, model: nn.Module) -> Callable[[str, Tensor], None]:
         """Returns the function that copies this rank's shard of a full tensor, by its name in `state_dict`,

@@ -214,7 +214,11 @@ class Pricer:
             temporaries, window_bytes(state, self._largest // plan.tp, self.one_device.optimizer_factor)
         )
         copied = 0
-        if self._job.checkpoint == "background" and self._devices.machine.device == "cpu":
+        if (
+            self._job.checkpoint == "background"
+            and plan.offload == "none"
+            and self._devices.machine.device == "cpu"
+        ):
             copied = max(copied_by(each, plan, one_copy=rehearsal.one_copy) for each in rehearsal.held)
         held = max(each.total for each in rehearsal.held) + copied
         return held + temporaries + self.one_device.batch // plan.dp

@@ -118,7 +118,7 @@ class Readings:
         Raises `CaptureError` and `JobError` where programs, or stages, cannot do what hooks or optimizers do.
         """
         if plan.captures:
-            check_readable(self._unfilled, plan)
+            check_readable(self._unfilled)
         if plan.pp == plan.tp == 1 and not plan.zero:
             return plan, []
         if self._optimizers is None:

@@ -25,7 +25,7 @@ from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedC
 from meshloom.planner.shared_cores import Effort, run_on_cores
 
 # collectives that are not measured, as similar ones that are
-_LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}
+_LIKE: Mapping[str, Collective] = {"barrier": "all_reduce"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class _Pricer:
         return max(0.0, done - part.chunks * slow) + after
 
     def _seconds(self, call: RehearsedCall) -> float:
-        if call.kind == "recv" or (call.kind == "scatter" and not call.num_bytes):
+        if call.kind == "recv":
             return 0.0
         collective = _collective(call.kind)
         place = self._places.of(call)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
@@ -33,7 +32,7 @@ from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.attachments import Attachments
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.gathered_tensors import GatheredTensors, weights_of_units
+from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_stages import Stages
 from meshloom.replica.loss_sums import LossSums
@@ -202,15 +201,6 @@ class Engine:
         mine: gives this rank's parameters, buffers or gradients by name; the same kind on all ranks.
         """
         self._gathered.gather(mine, take)
-
-    def weights(self) -> Stream | dict[str, Any]:
-        """The model's full `state_dict` on the replica's first rank, one tensor at a time where it is
-        sharded."""
-        if self.context.team is not None:
-            return self._gathered.weights(self.held.slices)
-        return (
-            weights_of_units(self._model, self.held.slices) if self.held.slices else self._model.state_dict()
-        )
 
     def check_replicated(self) -> str | None:
         """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if

@@ -15,7 +15,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 def expected_bytes(replica: Replica) -> ExpectedBytes:
     """Of this rank along every axis."""
     parts = [
-        ExpectedBytes(once=replica.copied, so_far=replica.saved),
+        ExpectedBytes(once=replica.copied),
         replica.engine.expected_bytes(),
         _each(replica, replica.exchange.expected_bytes()),
         replica.scope.expected_bytes(each_time=_evaluates_often(replica)),

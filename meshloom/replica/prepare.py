@@ -105,7 +105,7 @@ def _stages_of(replica: Replica) -> Stages:
     job, plan, context = replica.job, replica.plan, replica.context
     if not plan.captures:
         return ModuleStages(job, plan, context, updates=replica.updates)
-    step_checks.check_readable(replica.model, plan)
+    step_checks.check_readable(replica.model)
     make_dense(replica.model)  # programs' gradients are
     return ProgramStages(
         job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored

@@ -28,7 +28,6 @@ from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.current_step import Moment
-from meshloom.core.moments.least_squares import least_squares_alike
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset
@@ -140,7 +139,6 @@ class ProgramStages(Stages):
 
     def attach(self, at: Attachments) -> None:
         at.begin.append(lambda step: check_step(self._guards[self.job.loss]))
-        at.around.append(lambda step: least_squares_alike())
         if self._rows.flags.numel():
             at.begin.append(lambda step: self._rows.begin())
 

@@ -127,7 +127,7 @@ class Replica:
         self.rates: Callable[[], Sequence[float]] | None = None  # which ranks must have alike
         self.engine: Engine
         self.scope: ChunkScope
-        self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
+        self.copied = Traffic()  # at the start
         self.told: list[str] = []
         self.exchange: Exchange
         self.updater: Updater

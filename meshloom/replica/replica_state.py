@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.format import MASTER, STATE
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
-from meshloom.checkpoint.tensor_file import Stream, TensorEntry, why_not_held
+from meshloom.checkpoint.tensor_file import TensorEntry, why_not_held
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.core.errors import CheckpointError, TrainingError
@@ -54,15 +54,6 @@ def take_notes(replica: Replica) -> list[str]:
     return list(dict.fromkeys(note for notes in everyone for note in notes))
 
 
-def weights(replica: Replica) -> Stream | dict[str, Any]:
-    """The model's full `state_dict` on the replica's first rank, one tensor at a time where it is sharded.
-
-    Raises `CheckpointError` if the newest step failed while parameters were being updated.
-    """
-    check_consistent(replica)
-    return replica.engine.weights()
-
-
 def check_consistent(replica: Replica) -> None:
     """Raises `CheckpointError` if the newest step failed while parameters were being updated, or an evaluation while averages
     were in their place."""
@@ -93,8 +84,8 @@ def why_not_saved(model: nn.Module) -> str:
 
 def held_weights(replica: Replica) -> list[Piece]:
     """What this rank holds of the model's `state_dict` and saves: parameters that several ranks hold on each
-    of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as `weights` does, and
-    for what is no tensor."""
+    of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as
+    `check_consistent` does, and for what is no tensor."""
     check_consistent(replica)
     model, shards, holders = replica.model, replica.shards, replica.engine.holders
     state = model.state_dict(keep_vars=True)
@@ -139,31 +130,17 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
 
 
-def run_state(replica: Replica, *, gather: bool) -> tuple[list[Piece], list[Stream], dict[str, Any]]:
-    """What a checkpoint holds beside weights: this rank's pieces, streams of those that are gathered, as `OptimizerState.save`
-    gives them, and values. Replicas that take independent local steps are averaged first: parameters by ending the round, optimizer
-    state by its mean."""
+def run_state(replica: Replica) -> tuple[list[Piece], dict[str, Any]]:
+    """What a checkpoint holds beside weights: this rank's pieces, and values. Replicas that take independent local steps are
+    averaged first: parameters by ending the round, optimizer state by its mean."""
     settle(replica)
     if replica.exchange.ownership.independent:
         replica.updater.state.average(replica.replicas, replica.context.readers)
-    pieces, streams, values = replica.updater.state.save(replica.context.world, gather=gather)
+    pieces, values = replica.updater.state.save()
     if (outer := outer_of(replica.exchange)) is not None:
-        here = {name for name, _ in replica.named} if replica.stage_group else None
-        mine, gathered = outer_pieces(
-            outer.momentum,
-            replica.shards,
-            replica.context.world,
-            replica.context.device,
-            here,
-            gather=gather,
-        )
-        pieces = pieces + mine
-        if gathered:
-            replica.saved += gathered.traffic
-            streams = [*streams, gathered.stream]
+        pieces += outer_pieces(outer.momentum, replica.shards)
     scale = replica.sums.scale
-    scaling = {} if scale is None else {SCALE: scale.to_dict()}
-    return pieces, streams, {"updater": values, **scaling}
+    return pieces, {"updater": values, **({} if scale is None else {SCALE: scale.to_dict()})}
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Checkpoint:

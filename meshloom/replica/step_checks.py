@@ -3,13 +3,10 @@ have the same settings of their optimizers' groups."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ from meshloom.core.losses.loss_scale import LEAST, LossScale
 from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
-from meshloom.core.units import format_count
 from meshloom.exchange.exchange import Ownership
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
@@ -94,10 +90,8 @@ def check_limited(model: nn.Module, plan: Plan) -> None:
             raise JobError(f"{what} under {plan} updates alone write what is trained. Use dp=1, {instead}")
 
 
-def check_readable(model: nn.Module, plan: Plan) -> None:
-    """Raise `CaptureError` for what no program of the loss does: hooks on gradients of parameters, and an observer whose
-    histogram a chunk may spread over a wider range, with several chunks a step: neither of two chunks' histograms is
-    the one after the other's."""
+def check_readable(model: nn.Module) -> None:
+    """Raise `CaptureError` for what no program of the loss does: hooks on gradients of parameters."""
     named = list(model.named_parameters())
     if hooked := [name for name, each in named if each._backward_hooks]:
         raise CaptureError(
@@ -108,38 +102,10 @@ def check_readable(model: nn.Module, plan: Plan) -> None:
         raise CaptureError(
             f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook). {WAY_OUT}"
         )
-    kind = getattr(sys.modules.get("torch.ao.quantization.observer"), "HistogramObserver", None)
-    if kind is None or plan.num_chunks == 1:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            raise CaptureError(
-                f"{name} is a HistogramObserver, which spreads its histogram anew where values leave its range, so that what the {plan.num_chunks} chunks of a step "
-                f"make of it cannot be merged. Use a MinMaxObserver or MovingAverageMinMaxObserver, or one chunk per step (tp). {WAY_OUT}"
-            )
 
 
 def _hooked(named: NamedParameters) -> list[str]:
     return [name for name, each in named if getattr(each, "_post_accumulate_grad_hooks", None)]
-
-
-@contextmanager
-def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
-    """A context for the chunks of a step of several, which raises `JobError` naming a parameter on which they leave more hooks than they
-    found: with each chunk on one device there would be another one, and replicas have but those of their own chunks."""
-    before = [_num_hooks(each) for _, each in named]
-    yield
-    for (name, parameter), hooks in zip(named, before, strict=True):
-        if (more := _num_hooks(parameter) - hooks) > 0:
-            raise JobError(
-                f"{name} has {format_count(more, 'more hook')} after its chunks' forwards and backwards than before: the loss registers one in every forward, they "
-                f"pile up, and each of the {plan.num_chunks} chunks of a step of {plan} would see others. Register it once, where the model is built."
-            )
-
-
-def _num_hooks(parameter: Tensor) -> int:
-    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return len(parameter._backward_hooks or ()) + len(after or ())
 
 
 class SharedWriteError(TrainingError):
@@ -327,8 +293,7 @@ def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> None:
         optimizer, number, _ = groups[found[0]]
         what = f"{'the learning rate' if found[1] == 'lr' else found[1]} of group {number} of {type(optimizer).__name__}"
         there, here = (f"{value} on {rank_name(rank, mesh)}" for rank, value in found[2])
-        by = _set_by(updater, optimizer) if found[1] == "lr" else ""
-        raise JobError(f"{when} {what} is {there} and {here}{by}. {needs}")
+        raise JobError(f"{when} {what} is {there} and {here}. {needs}")
     if any(len(theirs) != fewest for theirs in everyone):
         counts = ", ".join(f"{len(theirs)} on rank {rank}" for rank, theirs in enumerate(everyone))
         raise JobError(f"{when} the optimizers have other numbers of groups: {counts}. {needs}")
@@ -352,21 +317,3 @@ def _settings(group: Mapping[str, Any]) -> dict[str, str]:
             with suppress(NotPlainError):
                 found[name] = json.dumps(to_json(value))
     return found
-
-
-def _set_by(updater: Updater, optimizer: torch.optim.Optimizer) -> str:
-    """Whose rates an optimizer has, as the end of a clause: its schedulers, with the functions that they call."""
-    schedulers = [each for each in updater.schedulers if getattr(each, "optimizer", optimizer) is optimizer]
-    texts: list[str] = []
-    for each in schedulers:
-        held = [
-            one for value in vars(each).values() for one in (value if isinstance(value, list) else [value])
-        ]
-        calls = dict.fromkeys(_place(one) for one in held if inspect.isfunction(one))
-        texts.append(" of ".join([type(each).__name__, *([", ".join(calls)] if calls else [])]))
-    return f", which {' and '.join(texts)} set{'s' if len(texts) == 1 else ''}" if texts else ""
-
-
-def _place(function: Any) -> str:
-    code = function.__code__
-    return f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"

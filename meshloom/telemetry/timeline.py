@@ -173,14 +173,9 @@ def span_from_list(values: list[Any]) -> Span:
     return Span(kind=kind, stage=stage, microbatch=microbatch, start=start, stop=stop)
 
 
-def on_paper(
-    schedule: Schedule, seconds: Callable[[Action], float], transfer_seconds: float = 0.0
-) -> Timeline:
-    """The predicted timeline of a step: nothing is executed.
-
-    seconds: of an action. transfer_seconds: from one rank to another, for any value.
-    """
-    timed = run_on_paper(schedule, seconds, lambda before, after: transfer_seconds)
+def on_paper(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:
+    """The predicted timeline of a step: nothing is executed, and messages take no time. seconds: of an action."""
+    timed = run_on_paper(schedule, seconds)
     rows = [
         TimelineRow(rank=rank, place=MeshCoordinates(pp=rank), spans=tuple(_span(action, timed.starts[action], timed.ends[action]) for action in actions))
         for rank, actions in enumerate(schedule.actions)

@@ -58,7 +58,7 @@ class ExpectedBytes:
     once: at the start and in the first step. per_step, per_check (of whether replicas are identical) and
         per_evaluation: each time.
     so_far: in all, of what the formulas know only as the run goes on: shapes of batches, rows in use, rounds
-        of local steps, the optimizer's state in checkpoints.
+        of local steps, the optimizer's state that replicas average.
     """
 
     once: Traffic = Traffic()

@@ -13,6 +13,7 @@ from typing import Any
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import TORCHS_META, step_name
+from meshloom.checkpoint.writing.across_hosts import write_across_hosts
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -21,7 +22,6 @@ from meshloom.checkpoint.writing.parallel import DividedState, divide, write_div
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.checkpoint.writing.save_room import find_room
 from meshloom.checkpoint.writing.saving import save
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.turns import in_turns
@@ -40,7 +40,6 @@ from meshloom.replica.replica_state import (
     resume,
     run_state,
     updated_weights,
-    weights,
 )
 from meshloom.telemetry.progress import Listener
 from meshloom.train.local_replicas import LocalReplicas
@@ -52,6 +51,11 @@ NOWHERE = "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DI
 SEVERAL_HOSTS = (
     "Checkpoints are written in the foreground: the ranks are on {} hosts, which send what they hold to be written, and "
     "checkpoint=background is for ranks of one host."
+)
+
+IN_FILE = (
+    "Checkpoints are written in the foreground: offload=optimizer keeps the optimizer's state in a file, because a copy of it, which "
+    "checkpoint=background would need, is too large for memory."
 )
 
 
@@ -75,9 +79,13 @@ class RunCheckpoints:
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
-        self._background = out is not None and job.checkpoint == "background" and self._one_host
-        if out is not None and job.checkpoint == "background" and not self._one_host:
+        self._background = out is not None and job.checkpoint == "background"
+        in_file = plan.offload != "none" and replicas.first.context.device.type == "cpu"
+        if self._background and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
+        elif self._background and in_file:
+            listener.note(IN_FILE)
+        self._background &= self._one_host and not in_file
         for replica in replicas.all if self._background else ():
             replica.attached.chunks_done.append(
                 lambda samples, rank=replica.context.rank: self._finish_copy(rank)
@@ -114,7 +122,7 @@ class RunCheckpoints:
         copies: list[_Copy] = []
 
         def write(replica: Replica) -> Path:
-            pieces, streams, values = run_state(replica, gather=not self._one_host)
+            pieces, values = run_state(replica)
             job = self._job
             values = {
                 "seed": job.seed, "batch_size": job.batch_size,
@@ -132,25 +140,22 @@ class RunCheckpoints:
                 config_files=config_files_of(replica.model),
             )
             world = replica.context.world
-            if not self._one_host:
-                return carry_out(write=streamed(weights(replica), pieces, streams), group=world)
             divided = divide(world, held_weights(replica), pieces)
+            if not self._one_host:
+                return carry_out(write=write_across_hosts(divided), group=world)
             saving = replica.context.saving
-            lender = replica.updater.state.lender
             if background and saving and self._fits(replica, divided, step):
                 memory = self._memory[replica.context.rank]
                 written = self._written if replica is self._replicas.first else SavedShare()
                 copies.append((_copy_of(replica, divided, memory, written, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
-            write = write_divided(divided, lender, replica.timings.counted)
+            write = write_divided(divided, replica.updater.state.let_go, replica.timings.counted)
             return carry_out(write=write, group=world)
 
         try:
             path = self._replicas.together(write)[0]
         except BaseException:
-            for copy, _, _ in copies:
-                copy.end()
             self._copying.clear()
             raise
         for replica in self._replicas.all:
@@ -225,14 +230,10 @@ class RunCheckpoints:
         self._listener.note(WAITED.format(format_seconds(waited), step, under_way.step))
 
     def _fits(self, replica: Replica, divided: DividedState, step: int) -> bool:
-        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step,
-        and there is disk for what updates write meanwhile."""
-        assert self._out is not None
+        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step."""
         memory = self._memory[replica.context.rank]
         again = regained_bytes() if replica is self._replicas.first else 0
-        found = find_room(
-            replica.context.world, divided, memory, replica.updater.state.lender, out=self._out, again=again, free=free_bytes()
-        )  # fmt: skip
+        found = find_room(replica.context.world, divided, memory, again=again, free=free_bytes())
         if found.missing:
             memory.release()
         if replica is self._replicas.first:
@@ -272,7 +273,7 @@ def _copy_of(
     """written: what it notes. later: of `RunCheckpoints.save`."""
     names = updated_weights(replica) if later else frozenset[str]()
     return HostCopy(
-        divided, memory, replica.updater.state.lender, later=lambda span: later and _changes_in_updates(span, names),
+        divided, memory, later=lambda span: later and _changes_in_updates(span, names),
         trusted=dict(replica.named) if later and replica.exchange.ownership.memory == "shared" else {}, told=written.note,
     )  # fmt: skip
 
@@ -290,10 +291,6 @@ def _finish_copies(copies: Sequence[_Copy]) -> None:
 
 def _carry_out(copies: Sequence[_Copy]) -> Path:
     """Likewise."""
-    try:
-        saves = [partial(save, write=copy.write, group=group) for copy, save, group in copies]
-        # training draws meanwhile
-        return (in_turns(saves, apart=nullcontext) if len(saves) > 1 else [save() for save in saves])[0]
-    finally:
-        for copy, _, _ in copies:
-            copy.end()
+    saves = [partial(save, write=copy.write, group=group) for copy, save, group in copies]
+    # training draws meanwhile
+    return (in_turns(saves, apart=nullcontext) if len(saves) > 1 else [save() for save in saves])[0]

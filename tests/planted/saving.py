@@ -17,11 +17,11 @@ CHECKPOINT = "checkpoint"
 def without_scale(patch: Patch, put: Any) -> None:
     """`put` is given a checkpoint's values, and the loss scale that is taken from them."""
 
-    def saved(right: Any, replica: Any, *, gather: bool) -> Any:
-        pieces, streams, values = right(replica, gather=gather)
+    def saved(right: Any, replica: Any) -> Any:
+        pieces, values = right(replica)
         if SCALE in values:
             put(values, values.pop(SCALE))
-        return pieces, streams, values
+        return pieces, values
 
     wrap(patch, meshloom.replica.replica_state, "run_state", saved)
 

@@ -53,12 +53,6 @@ class StreamedGroup(AroundGroup):
             lambda own: self.group.gather(own[1:] if outputs else None, own[0], destination),
         )
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        sent = list(tensors or ())
-        return self._start(
-            sent, [output], lambda own: self.group.scatter(own[-1], own[:-1] if tensors else None, source)
-        )
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         if self.rank == source:
             return self._start([tensor], [], lambda own: self.group.broadcast(own[0], source))

@@ -25,7 +25,6 @@ from meshloom.asynchronous.protocol.messages import (
     DropPush,
     Join,
     Leave,
-    NotFinitePush,
     ParametersPart,
     Push,
     PushStaged,
@@ -71,7 +70,6 @@ _FORMS: dict[type, _Form] = {
     Done: _Form(kind=15),
     # server -> head
     PushStaged: _Form(kind=21, whole=("server", "worker", "share"), other=("loss", "norm")),
-    NotFinitePush: _Form(kind=24, whole=("server", "worker")),
     SnapshotKept: _Form(kind=22, whole=("server", "version")),
     ServerReport: _Form(kind=23, whole=("server", "asked", "next_share")),
     # head -> server

@@ -1,4 +1,4 @@
-"""What the head reports: updates, workers that were expelled, and snapshots, once all servers have them."""
+"""What the head reports: updates, and snapshots, once all servers have them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,7 @@ class Restored:
     version: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expelled:
-    """A push of this worker was not finite: its share is lost, and it may not come back."""
-
-    worker: int
-
-
-Event = Update | Snapshot | Restored | Expelled
+Event = Update | Snapshot | Restored
 
 
 class KeptSnapshots:

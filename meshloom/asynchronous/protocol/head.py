@@ -21,7 +21,6 @@ from typing import Any
 
 from meshloom.asynchronous.protocol.events import (
     Event,
-    Expelled,
     KeptSnapshots,
     Restored,
     Snapshot,
@@ -36,7 +35,6 @@ from meshloom.asynchronous.protocol.messages import (
     DropPush,
     Join,
     Leave,
-    NotFinitePush,
     PushStaged,
     Rejoin,
     ReportRequest,
@@ -92,7 +90,6 @@ class Head:
         self.version = -1
         self.ages: Counter[int] = Counter()
         self._events: list[Event] = []
-        self._expelled: set[int] = set()  # their pushes would be refused again and again
         self._clear(0)
         self._reports: dict[int, ServerReport] | None = {}  # while servers report; None: running
 
@@ -128,8 +125,6 @@ class Head:
                 return self._leave(message.worker)
             case PushStaged():
                 return self._staged(message)
-            case NotFinitePush():
-                return self._broken(message)
             case SnapshotKept():
                 return self._kept(message)
             case ServerReport():
@@ -152,8 +147,6 @@ class Head:
     # --- Workers.
 
     def _join(self, worker: int) -> Sent:
-        if worker in self._expelled:
-            return [(Address("worker", worker), Done())]
         if self._reports is not None:
             self._joining[worker] = None
             return []
@@ -200,15 +193,6 @@ class Head:
         if message.server == 0 and not is_here:
             sent.append((Address("worker", worker), Rejoin(share=share)))
         return sent
-
-    def _broken(self, message: NotFinitePush) -> Sent:
-        worker = message.worker
-        if worker in self._expelled:  # another server has said it of the same push
-            return []
-        self._expelled.add(worker)
-        self._events.append(Expelled(worker=worker))
-        self._joining.pop(worker, None)
-        return [*self._remove(worker), (Address("worker", worker), Done())]
 
     def _apply(self, push: PushStaged) -> Sent:
         worker = push.worker

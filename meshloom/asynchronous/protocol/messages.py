@@ -91,14 +91,6 @@ class PushStaged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotFinitePush:
-    """Server -> head: its part of a push is not finite, and was dropped."""
-
-    server: int
-    worker: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class SnapshotKept:
     """Server -> head: its part of the snapshot after update `version` is stored durably."""
 

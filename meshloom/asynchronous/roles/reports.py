@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from meshloom.asynchronous.messaging.handshake import WorkerSeconds
-from meshloom.asynchronous.protocol.events import Expelled, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.events import Restored, Snapshot, Update
 from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import due_path, snapshot_name
@@ -61,7 +61,7 @@ class Reports:
             self._present.add(worker)
             self._send_event({"event": "worker", "worker": worker, "what": "joined"})
 
-    def gone(self, worker: int, what: Literal["left", "lost", "expelled"]) -> None:
+    def gone(self, worker: int, what: Literal["left", "lost"]) -> None:
         """The worker takes part no longer, if it did."""
         if worker in self._present:
             self._present.remove(worker)
@@ -82,8 +82,6 @@ class Reports:
                     if self.asked or self._settings.looks_at(self._job, event.version):
                         self._keep_due(event.version)
                         self._send_event({"event": "due", "version": event.version})
-                case Expelled():
-                    self.gone(event.worker, "expelled")
                 case Restored():
                     self._send_event({"event": "restored", "version": event.version})
         if head.finished and not self._finished:

@@ -33,7 +33,6 @@ from meshloom.asynchronous.protocol.messages import (
     Address,
     Join,
     Leave,
-    NotFinitePush,
     ParametersPart,
     Push,
     PushStaged,
@@ -45,7 +44,7 @@ from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.roles.admitted_workers import AdmittedWorkers
 from meshloom.asynchronous.roles.reports import Reports, SendEvent
 from meshloom.asynchronous.roles.served_job import ServedJob
-from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
+from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import ASK_FOR_SNAPSHOT, MappedNumbers, SnapshotFiles
 from meshloom.comm.messaging.connections import Connections
@@ -189,10 +188,6 @@ class ServerProcess:
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
         """A message of an admitted worker."""
         if isinstance(message, Push):
-            norm = message.norm if self._job.clip_grad_norm is not None else 0.0
-            if wrong := what_is_not_finite(message.gradients, message.loss, norm):
-                self._send([(HEAD, NotFinitePush(server=self._number, worker=message.worker))])
-                raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
             self._reports.carried("push", message.gradients, message.changes)
             self._send(self._store.receive(message))
         elif self._head is None:
@@ -220,7 +215,7 @@ class ServerProcess:
         message = decode(event.header, event.tensors)
         if self._head is None:
             self._send(self._store.receive(message))
-        elif isinstance(message, PushStaged | NotFinitePush | SnapshotKept | ServerReport):
+        elif isinstance(message, PushStaged | SnapshotKept | ServerReport):
             self._servers[message.server] = event.peer
             self._send(self._head.receive(message))
 

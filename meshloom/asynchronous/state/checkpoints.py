@@ -14,9 +14,9 @@ from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over
+from meshloom.checkpoint.checkpoint import Checkpoint, Piece, check_same_data, find, passed_over
+from meshloom.checkpoint.writing.parallel import parallel
 from meshloom.checkpoint.writing.saving import save
-from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -38,10 +38,16 @@ def write_snapshot(
         "batch_size": job.batch_size,
         "asynchronous": {"state": state, "dp": plan.dp, "microbatches": plan.microbatches},
     }
+    weights = [
+        Piece(name, each.reshape(-1), 0, each.numel(), tuple(each.shape))
+        for name, each in model.state_dict().items()
+    ]
+    # what is saved in full comes from several servers
+    pieces = {piece.name: piece for content in contents for piece in content.pieces}
     return save(
         directory,
         version,
-        write=streamed(model.state_dict(), [piece for content in contents for piece in content.pieces]),
+        write=parallel(weights, list(pieces.values())),
         values=values,
         fingerprint=Shards({}, None).fingerprint(model),
         plan_text=str(plan),

@@ -7,7 +7,6 @@ others the value of the newest push counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,7 +122,7 @@ class Parameters:
     def snapshot(self) -> Content:
         """A copy of all state."""
         values, buffers = self.values()
-        pieces, _, settings = self._updater.state.save(self._alone, self_contained=True)
+        pieces, settings = self._updater.state.save(self_contained=True)
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 
@@ -143,15 +142,6 @@ def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dic
         for name, each in after.items()
         if not torch.equal(each, before[name])
     }
-
-
-def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
-    """The part of a push that is not finite, in words; "": none. An update would make all parameters so."""
-    if not math.isfinite(loss):
-        return "loss"
-    if not math.isfinite(norm):
-        return "norm"
-    return "" if all(bool(each.isfinite().all()) for each in gradients if each is not None) else "gradient"
 
 
 def _counts(buffer: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -74,7 +73,6 @@ class BackgroundSave:
 
 
 def _lower_priority() -> None:
-    """Of this thread alone, which only Linux knows; its reads and writes have the priority that goes with it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    """Of this thread alone, as Linux counts; its reads and writes have the priority that goes with it."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -133,7 +133,7 @@ def _write_weights(weights: CopiedWeights, path: Path) -> None:
     """As safetensors, in files as large as a checkpoint's, with one tensor at a time in memory."""
     spans = {name: HeldSpan.whole("weight", entry) for name, entry in weights.entries.items()}
     layout = layout_of(spans.values())
-    create_files(path, layout)
+    create_files(path, layout.files)
     for name, span in spans.items():
         write_parts(path, layout, [(span, weights.tensor(name).reshape(-1))])
     for name, content in layout.index().items():

@@ -7,8 +7,6 @@ What only updates change is copied while the next step computes, and its update 
 
 training    save | forward, backward            | what is left | update
 thread           | m m m m m m m m m m m m m m m               | write w m
-
-What lies on a disk is lent instead (`checkpoint/lending.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.writing.file_layout import HeldSpan
 from meshloom.checkpoint.writing.parallel import DividedState, Part, write_divided
 from meshloom.checkpoint.writing.problems import attempt, first_problem
@@ -63,27 +60,24 @@ class CopyMemory:
 
 
 class HostCopy:
-    """The parts of `divided`, copied into `memory` or lent.
+    """The parts of `divided`, copied into `memory`.
 
     later: of which parts only updates change the elements: they are copied until `finish` returns, which training calls
     before its next update; the others are copied, or enqueued before what the device is given to compute later, when this
     is made. trusted: parameters among them, by name, that nobody may write meanwhile: one that torch has seen written
-    makes the save fail. told: as of `write_divided`. `end` is called when the copy is written, or will not be.
+    makes the save fail. told: as of `write_divided`.
     """
 
     def __init__(
-        self, divided: DividedState, memory: CopyMemory, lender: Lender | None = None, *,
-        later: Callable[[HeldSpan], bool] = lambda _: False, trusted: Mapping[str, Tensor] | None = None,
+        self, divided: DividedState, memory: CopyMemory, *, later: Callable[[HeldSpan], bool] = lambda _: False, trusted: Mapping[str, Tensor] | None = None,
         told: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:  # fmt: skip
-        self._lender, self._told = lender, told
-        copied = [(span, part) for span, part in divided.parts if not (lender and lender.lends(part))]
-        lent = [(span, part) for span, part in divided.parts if lender and lender.lends(part)]
+        self._told = told
         starts, position = list[int](), 0
-        for _, part in copied:
+        for _, part in divided.parts:
             starts.append(position)
             position += round_up(part.nbytes, _ALIGNED_BYTES)
-        devices = sorted({part.device for _, part in copied}, key=lambda device: device.type == "cpu")
+        devices = sorted({part.device for _, part in divided.parts}, key=lambda device: device.type == "cpu")
         lanes = {device: lane_of(device) for device in devices}  # a rank computes on one, beside the CPU
         self._lanes = list(lanes.values())
         taken = memory.take(position, next(iter(self._lanes), lane_of(torch.device("cpu"))))
@@ -97,7 +91,7 @@ class HostCopy:
             lane.after_computation()
         copies: list[Part] = []
         enqueued: list[tuple[Lane, Tensor, Tensor]] = []
-        for (span, part), start in zip(copied, starts, strict=True):
+        for (span, part), start in zip(divided.parts, starts, strict=True):
             source, copy = part.detach().reshape(-1), taken[start : start + part.nbytes].view(part.dtype)
             copies.append((span, copy))
             if not later(span):
@@ -111,9 +105,6 @@ class HostCopy:
         for lane, copy, source in enqueued:
             lane.copy(copy, source)
         self._enqueued = [lane.mark() for lane in self._lanes]
-        if lender:
-            spans = (span for span, _ in lent)
-            copies += zip(spans, lender.lend([part for _, part in lent]), strict=True)
         self._divided = replace(divided, parts=tuple(copies))
 
     def finish(self) -> None:
@@ -149,12 +140,7 @@ class HostCopy:
         problem = first_problem(collect(group, {"problem": problem}))
         if problem is not None:
             return WrittenFiles(problem=problem, files={}, pieces={})
-        return write_divided(self._divided, self._lender, self._told)(directory, temporary, group)
-
-    def end(self) -> None:
-        """Nobody reads it any more."""
-        if self._lender:
-            self._lender.end()
+        return write_divided(self._divided, told=self._told)(directory, temporary, group)
 
     def _copy_one(self) -> None:
         target, source = self._left[0]

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from meshloom.checkpoint.checksums import Sum, of_files, sum_of_share
 from meshloom.checkpoint.format import Piece
-from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.mapped_tensors import map_bytes
 from meshloom.checkpoint.tensor_file import tensor_bytes
 from meshloom.checkpoint.writing.file_layout import (
     FILE_BYTES,
     CheckpointLayout,
+    FileLayout,
     HeldSpan,
     Kind,
     division_of,
@@ -91,10 +91,11 @@ def divide(
 
 
 def write_divided(
-    divided: DividedState, lender: Lender | None = None, told: Callable[[int, int], None] = lambda done, of: None
+    divided: DividedState, let_go: Callable[[Tensor], None] | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> Write:  # fmt: skip
-    """Writes what ranks have agreed on. lender: of parts that are on a disk. told: called with the bytes that this rank has
-    written, and their number."""
+    """Writes what ranks have agreed on. let_go: called with a tensor of which some has been read. told: called with the bytes that this
+    rank has written, and their number."""
     layout, parts = divided.layout, divided.parts
     sizes = {each.name: each.num_bytes for each in layout.files}
 
@@ -103,7 +104,7 @@ def write_divided(
         problem = _create_together(directory, temporary, group, layout)
         if problem is None:
             problem = attempt(
-                rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender, told)
+                rank, directory, needed, lambda: write_parts(temporary, layout, parts, let_go, told)
             )
             problem = first_problem(collect(group, {"problem": problem}))
         sums: list[Sum] = []
@@ -112,7 +113,7 @@ def write_divided(
                 rank, directory, 0, lambda: sums.extend(sum_of_share(temporary, sizes, rank, group.size))
             )
             if rank == 0:
-                problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout))
+                problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout.files))
         everyone = collect(group, sums)
         found = of_files([tuple(each) for theirs in everyone for each in theirs])
         facts = {name: {"bytes": size, "crc32": found.get(name)} for name, size in sizes.items()}
@@ -133,7 +134,7 @@ def _create_together(
     """Rank 0 makes the files, and all ranks see them; the problem of the first rank that has one."""
     problem: Problem | None = None
     if group.rank == 0:
-        problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout))
+        problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout.files))
     # which directory it is: another host may have one of that name
     node = share(group, temporary.stat().st_ino if group.rank == 0 and not problem else None)
     if problem is None:
@@ -141,9 +142,9 @@ def _create_together(
     return first_problem(collect(group, {"problem": problem}))
 
 
-def create_files(temporary: Path, layout: CheckpointLayout) -> None:
-    """All files with their headers, in full length."""
-    for each in layout.files:
+def create_files(temporary: Path, files: Sequence[FileLayout]) -> None:
+    """Files with their headers, in full length."""
+    for each in files:
         with (temporary / each.name).open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, each.num_bytes)
             file.write(each.header)
@@ -153,16 +154,16 @@ def write_parts(
     temporary: Path,
     layout: CheckpointLayout,
     parts: Sequence[Part],
-    lender: Lender | None = None,
+    let_go: Callable[[Tensor], None] | None = None,
     told: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Writes elements to their places in the files. lender: is told what was read. told: as of `write_divided`."""
+    """Writes elements to their places in the files. let_go, told: as of `write_divided`."""
     check_seen(temporary)
     done, of = 0, sum(span.num_bytes for span, _ in parts)
     for span, tensor in parts:
         told(done, of)
         done += span.num_bytes
-        read = partial(lender.let_go, tensor) if lender else None
+        read = partial(let_go, tensor) if let_go else None
         file, start = layout.place(span)
         flat = tensor.detach().to("cpu").contiguous()
         for at, block, first, held in _blocks(span):
@@ -181,9 +182,9 @@ def write_parts(
             read()
 
 
-def flush(temporary: Path, layout: CheckpointLayout) -> None:
+def flush(temporary: Path, files: Sequence[FileLayout]) -> None:
     """Brings what any rank has written to the disk."""
-    for each in layout.files:
+    for each in files:
         with (temporary / each.name).open("rb") as file:
             os.fsync(file.fileno())
 

@@ -72,7 +72,7 @@ def save(
     """Saves to `directory`/step-..., and removes all but the last `keep` checkpoints. Every rank of `group`
     calls it.
 
-    write: `parallel` or `streamed`. values: anything that JSON can represent; of rank 0. replaced:
+    write: as `parallel` makes it. values: anything that JSON can represent; of rank 0. replaced:
     checkpoints that are removed as well once the new one is complete; of rank 0. config_files: the content of
     other files, by name; of rank 0.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshloom.comm.messaging.keys import WorkerKey
 from meshloom.comm.messaging.server_connection import ServerConnection
-from meshloom.comm.messaging.sockets import Event, PendingSend, SocketLimits, resolve_address
+from meshloom.comm.messaging.sockets import Event, SocketLimits, resolve_address
 from meshloom.comm.messaging.wire_format import FrameLimits, Header, write_frames
 from meshloom.core.errors import PeerLostError
 
@@ -69,12 +69,12 @@ class Connections:
         """Malformed messages so far, from servers that have the job's key."""
         return sum(each.num_refused for each in self._connections)
 
-    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
-        """Send without waiting; tensors are not copied, and must not change until the `PendingSend` is done.
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Send without waiting; tensors are not copied, and must not change.
 
         Raises `PeerLostError` if that connection has ended, `MessageError` if the server's queue is full.
         """
-        return self._connection_of(peer).send(write_frames(header, tensors, self.limits))
+        self._connection_of(peer).send(write_frames(header, tensors, self.limits))
 
     def drop(self, peer: int) -> None:
         """End a connection, as of a server that does not answer: a `Lost` follows, and it is reopened."""

@@ -31,7 +31,6 @@ from meshloom.comm.messaging.sockets import (
     Event,
     Joined,
     Lost,
-    PendingSend,
     SocketLimits,
     open_socket,
     receive,
@@ -159,8 +158,8 @@ class Endpoint:
         """The admitted peers that are not lost."""
         return frozenset(self._peers)
 
-    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
-        """Send without waiting; tensors are not copied, and must not change until the `PendingSend` is done.
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Send without waiting; tensors are not copied, and must not change.
 
         Raises `PeerLostError` if the peer is gone, `MessageError` if its queue is full: send later or `drop`.
         """
@@ -169,7 +168,7 @@ class Endpoint:
         known = self._peers[peer]
         frames = write_frames(header, tensors, self.limits)
         try:
-            return send(self._router, [known.identity, *frames])
+            send(self._router, [known.identity, *frames])
         except zmq.Again:
             waiting = f"{self._patience.queue_messages} messages"
             raise MessageError(

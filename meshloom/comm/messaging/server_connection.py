@@ -20,7 +20,6 @@ from meshloom.comm.messaging.sockets import (
     Event,
     Joined,
     Lost,
-    PendingSend,
     SocketLimits,
     open_socket,
     receive,
@@ -84,12 +83,12 @@ class ServerConnection:
             self._read_events()  # messages follow the handshake, whose event may be unread
             self._take(frames)
 
-    def send(self, frames: Sequence[Buffer]) -> PendingSend:
+    def send(self, frames: Sequence[Buffer]) -> None:
         """To the connected server. Raises `PeerLostError`, or `MessageError` if its queue is full."""
         if self._socket is None or self._ended:
             raise PeerLostError(f"The connection to {self.address} has ended.")
         try:
-            return send(self._socket, frames)
+            send(self._socket, frames)
         except zmq.Again:
             self._read_events()
             if self._ended:

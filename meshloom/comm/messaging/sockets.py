@@ -68,27 +68,6 @@ class ReceivedMessage:
 Event: TypeAlias = Joined | Lost | ReceivedMessage
 
 
-class PendingSend:
-    """A message on its way out. Its tensors must not be written to before it is `done`."""
-
-    def __init__(self, tracker: zmq.MessageTracker | None) -> None:
-        self._tracker = tracker
-
-    @property
-    def done(self) -> bool:
-        """Whether the tensors' memory may be reused: the bytes have been encrypted, or the peer is gone."""
-        return self._tracker is None or self._tracker.done
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Until it is done, at most this long; whether it is."""
-        try:
-            if self._tracker is not None:
-                self._tracker.wait(timeout_seconds)
-        except zmq.NotDone:
-            return False
-        return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class SocketLimits:
     """How long a peer may be silent, and how many messages may be queued for it.
@@ -174,9 +153,9 @@ def received(peer: int, frames: Sequence[zmq.Frame], limits: FrameLimits) -> Rec
     return ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], limits))
 
 
-def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> PendingSend:
+def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
     """Send frames without copying them, or nothing if it raises `zmq.Again` or another `zmq.ZMQError`."""
-    return PendingSend(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
+    target.send_multipart(frames, zmq.DONTWAIT, copy=False)
 
 
 def resolve_address(address: str) -> tuple[str, int, bool]:

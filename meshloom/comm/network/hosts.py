@@ -12,7 +12,6 @@ from torch import Tensor
 
 from meshloom.comm.background import BackgroundWork, Patience
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.network.phases import PhasedLine, Phases
 from meshloom.comm.network.two_level import HostsParts, TwoLevel
 from meshloom.core.errors import CollectiveError
@@ -26,8 +25,6 @@ class HostsGroup(Group):
 
     hosts: ranks on each host, equally many on each.
     members: name of each rank in errors, like "rank 3 (dp=3)".
-    activity: where this rank notes that it waits; `messages` and `all_ranks` do so themselves. After a wait
-        that failed it still says so.
     who_left: the name of a rank that has aborted, or None; called once a second during a wait.
     """
 
@@ -36,7 +33,6 @@ class HostsGroup(Group):
         hosts: Sequence[Sequence[int]],
         parts: HostsParts,
         members: Sequence[str],
-        activity: Activity | None = None,
         who_left: Callable[[], str | None] = lambda: None,
     ) -> None:
         hosts = tuple(tuple(ranks) for ranks in hosts)
@@ -54,7 +50,7 @@ class HostsGroup(Group):
         self.rank, self.size, self.secret = parts.all_ranks.rank, parts.all_ranks.size, parts.all_ranks.secret
         self._two_level = TwoLevel(hosts, parts)
         self.who_left = who_left
-        self._patience = Patience(self._members[self.rank], activity, who_left)
+        self._patience = Patience(self._members[self.rank], who_left)
         self._line = PhasedLine(f"group of {self._members[self.rank]}")
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -94,9 +90,6 @@ class HostsGroup(Group):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._parts.all_ranks.gather(outputs, tensor, destination)
-
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._parts.all_ranks.scatter(output, tensors, source)
 
     def abort(self) -> None:
         self._patience.aborted = True

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.shm.engine_calls import DONE, DTYPES, NO_SPACE, OPS, WAITING, Op
 from meshloom.comm.shm.failures import Failures
 from meshloom.comm.shm.peers import Peers
 from meshloom.comm.shm.rendezvous import GroupMemory, Rendezvous
-from meshloom.comm.shm.segments import Files, free_bytes, too_little
+from meshloom.comm.shm.segments import too_little
 from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ class NativeEngine:
     """Whoever opens it closes it. All ranks of the group open it together.
 
     members: name of each rank in errors. timeout_seconds: of a wait.
-    activity: where this rank notes that it waits; after a wait that failed it still says so.
     Raises `DeviceError` if the engine is not compiled or there are too many ranks, `PeerLostError` if other
     ranks do not open it, `CollectiveError` if memory cannot be shared.
     """
@@ -94,9 +92,7 @@ class NativeEngine:
         rank: int,
         members: Sequence[str],
         timeout_seconds: float,
-        activity: Activity,
         settings: SharedMemorySettings,
-        files: Files | None,
     ) -> None:
         if not _engine:
             raise DeviceError(why_not())
@@ -105,13 +101,13 @@ class NativeEngine:
             raise DeviceError(
                 f"{self._size} ranks cannot share memory, {_MAX_RANKS} can. Let them use Gloo (--transport gloo)."
             )
-        self._timeout, self._activity = timeout_seconds, activity
+        self._timeout = timeout_seconds
         self._aborted = False
         # what the engine still reads or writes, by number of operation
         self._in_use: deque[tuple[int, Any]] = deque()
         self._in_use_lock = Lock()  # several threads may wait
-        memory = rendezvous.share(_engine.control_bytes(self._size), _CAPACITY, files)
-        self.files, self.processes = memory.files, memory.processes
+        memory = rendezvous.share(_engine.control_bytes(self._size), _CAPACITY)
+        self.processes = memory.processes
         self._memory: GroupMemory | None = memory  # mapped until the engine is closed
         self._peers = Peers({other: process for other, process in enumerate(self.processes) if other != rank})
         self._handle: Handle | None = _engine.open_group(
@@ -141,14 +137,12 @@ class NativeEngine:
         engine, handle = self.opened()
         wait = engine.wait_message if message else engine.wait
         if wait(handle, number, 0) != DONE:
-            self._activity.waits()
             deadline = time.monotonic() + self._timeout
             missed: set[int] = set()
             while (status := wait(handle, number, _SLICE_MICROSECONDS)) != DONE:
                 if status != WAITING:
                     raise self._failure(status, what(), message)
                 missed = self._check_peers(number, what, message, peer, deadline, missed)
-            self._activity.goes_on()
         if not message:
             with self._in_use_lock:
                 while self._in_use and self._in_use[0][0] <= number:
@@ -213,5 +207,4 @@ class NativeEngine:
         if status != NO_SPACE:
             return self._failures().of(status, what, message=message)
         engine, handle = self.opened()
-        free = free_bytes(self._memory.own_file.descriptor) if self._memory else None
-        return too_little(self.files.where, engine.missing_bytes(handle), free)
+        return too_little(engine.missing_bytes(handle))

@@ -14,14 +14,13 @@ class Peers:
         self._processes = {rank: process for rank, process in processes.items() if process != os.getpid()}
         self._handles: dict[int, int] = {}
         self._gone: set[int] = set()
-        if hasattr(os, "pidfd_open"):
-            for rank, process in self._processes.items():
-                try:
-                    self._handles[rank] = os.pidfd_open(process)
-                except ProcessLookupError:
-                    self._gone.add(rank)
-                except OSError:  # not allowed here: fall back to its id
-                    continue
+        for rank, process in self._processes.items():
+            try:
+                self._handles[rank] = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._gone.add(rank)
+            except OSError:  # not allowed here: fall back to its id
+                continue
 
     def gone(self) -> set[int]:
         """The ranks whose processes have ended."""

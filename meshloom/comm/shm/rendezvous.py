@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.network.signed_store import SignedStore
-from meshloom.comm.shm.segments import Anonymous, Files, Named, map_file
+from meshloom.comm.shm.segments import create_file, map_file, open_file
 from meshloom.core.errors import CollectiveError, PeerLostError
 from meshloom.core.units import format_bytes
 
@@ -35,11 +35,10 @@ class OwnFile:
 class GroupMemory:
     """Memory of a group, mapped by this rank.
 
-    files: the way in which it is shared. processes: process id of each rank.
+    processes: process id of each rank.
     control: of the whole group, uint8. arenas: of each rank, uint8. own_file: of this rank's arena.
     """
 
-    files: Files
     processes: Sequence[int]
     control: Tensor
     arenas: Sequence[Tensor]
@@ -56,61 +55,37 @@ class Rendezvous:
         self._rank, self._members, self._timeout = rank, members, timeout
         self._store = SignedStore(store, rank, members, secret, timeout)
 
-    def share(self, control_bytes: int, arena_bytes: int, files: Files | None) -> GroupMemory:
-        """Map the control area and all arenas; all ranks call it together. files: None: try each way.
+    def share(self, control_bytes: int, arena_bytes: int) -> GroupMemory:
+        """Map the control area and all arenas; all ranks call it together.
 
         Raises `CollectiveError` if memory cannot be shared, `PeerLostError` if a rank does not come.
         """
         processes = [int(each) for each in self._all("process", str(os.getpid()))]
-        reasons: list[str] = []
-        for attempt, each in enumerate([files] if files else [Anonymous(), Named()]):
-            memory, problems = self._try(attempt, each, processes, control_bytes, arena_bytes)
-            if memory and not any(problems):
-                return memory
-            reasons += [
-                f"{member}: {problem}"
-                for member, problem in zip(self._members, problems, strict=True)
-                if problem not in ("", "-")
-            ]
-            if any(problem.startswith(_NO_SPACE) for problem in problems):
-                break  # other files would take as much address space
-        raise CollectiveError(
-            f"The ranks cannot share memory ({'; '.join(dict.fromkeys(reasons))}). Let them use Gloo (--transport gloo)."
-        )
-
-    def _try(
-        self, attempt: int, files: Files, processes: Sequence[int], control_bytes: int, arena_bytes: int
-    ) -> tuple[GroupMemory | None, list[str]]:
-        """The memory, and each rank's problem: "" if it has none, "-" if only others have."""
         own: list[int] = []  # descriptors of this rank's arena and, on rank 0, of the control area
         own_file: OwnFile | None = None
-        said, problem = "", ""
+        problem = ""
         memory: GroupMemory | None = None
         with ExitStack() as stack:
             try:
-                arena, number = files.create(arena_bytes, backed=False)
-                stack.callback(files.all_have_opened, number)
-                own_file, own, said = OwnFile(arena), [arena], str(number)
+                own = [create_file(arena_bytes, backed=False)]
+                own_file = OwnFile(own[0])
                 if self._rank == 0:
-                    control, number = files.create(control_bytes, backed=True)
-                    stack.callback(files.all_have_opened, number)
-                    stack.callback(os.close, control)
-                    own, said = [arena, control], f"{said} {number}"
+                    own.append(create_file(control_bytes, backed=True))
+                    stack.callback(os.close, own[1])
             except (OSError, CollectiveError) as error:
-                said, problem = "", str(error)
-            numbers = [text.split() for text in self._all(f"{attempt}/files", said)]
+                own, problem = [], str(error)
+            numbers = [text.split() for text in self._all("files", " ".join(map(str, own)))]
 
             def mapped(rank: int, which: int, num_bytes: int) -> Tensor:
                 if rank == self._rank:
                     return map_file(own[which], num_bytes)
-                descriptor = files.open(processes[rank], int(numbers[rank][which]), num_bytes)
+                descriptor = open_file(processes[rank], int(numbers[rank][which]), num_bytes)
                 stack.callback(os.close, descriptor)
                 return map_file(descriptor, num_bytes)
 
             try:
                 if own_file and all(numbers):
                     memory = GroupMemory(
-                        files=files,
                         processes=processes,
                         control=mapped(0, 1, control_bytes),
                         arenas=[mapped(rank, 0, arena_bytes) for rank in range(len(self._members))],
@@ -118,8 +93,13 @@ class Rendezvous:
                     )
             except OSError as error:
                 problem = _reason(error, arena_bytes, len(self._members))
-            problems = self._all(f"{attempt}/problems", problem or ("" if memory else "-"))
-        return memory, problems
+            problems = self._all("problems", problem)
+        if memory and not any(problems):
+            return memory
+        reasons = [f"{member}: {each}" for member, each in zip(self._members, problems, strict=True) if each]
+        raise CollectiveError(
+            f"The ranks cannot share memory ({'; '.join(reasons)}). Let them use Gloo (--transport gloo)."
+        )
 
     def _all(self, key: str, value: str) -> list[str]:
         """What each rank has written under a key."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.shm.engine_calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -44,7 +43,6 @@ from meshloom.comm.shm.operands import (
     writable_each,
 )
 from meshloom.comm.shm.rendezvous import Rendezvous
-from meshloom.comm.shm.segments import Files
 from meshloom.comm.shm.started import StartedMessage, StartedOperation
 from meshloom.comm.shm.window import SharedWindow, share_memory
 from meshloom.machine.cores import cores
@@ -62,8 +60,6 @@ class ShmGroup(Group):
     members: name of each rank in errors, like "rank 3 (dp=3)".
     timeout: of a wait.
     ranks_here: ranks on this machine, of this group or not; with more than cores, waiting ranks do not spin.
-    activity: where this rank notes that it waits. After a wait that failed it still says so.
-    files: how memory is shared; None: the best way that the system allows.
     secret: known to the ranks and not to the store; signs what they write there.
     """
 
@@ -76,9 +72,7 @@ class ShmGroup(Group):
         *,
         timeout: timedelta,
         ranks_here: int | None = None,
-        activity: Activity | None = None,
         settings: SharedMemorySettings | None = None,
-        files: Files | None = None,
         secret: bytes = b"",
     ) -> None:
         # no secret: whoever could change what is sent could change the memory
@@ -93,9 +87,7 @@ class ShmGroup(Group):
             rank,
             self._members,
             timeout.total_seconds(),
-            activity or Activity(),
             settings,
-            files,
         )
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
@@ -196,8 +188,7 @@ class ShmGroup(Group):
         owner: the only rank that allocates: the others' parts are empty, and collectives copy. Raises
         `CollectiveError` on all ranks if one of them has too little memory.
         """
-        files, processes = self._engine.files, self._engine.processes
-        memory = share_memory(self, files, processes, self._members, num_bytes, owner)
+        memory = share_memory(self, self._engine.processes, self._members, num_bytes, owner)
         window = SharedWindow(memory)
         engine, handle = self._engine.opened()
         if owner is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.shm.segments import Files, map_file, too_little
+from meshloom.comm.shm.segments import create_file, map_file, open_file, too_little
 from meshloom.core.errors import CollectiveError, MeshloomError
 
 
@@ -30,7 +30,6 @@ class SharedWindow:
 
 def share_memory(
     group: Group,
-    files: Files,
     processes: Sequence[int],
     members: Sequence[str],
     num_bytes: int,
@@ -38,19 +37,19 @@ def share_memory(
 ) -> list[Tensor]:
     """The memory of each rank, uint8 [num_bytes], mapped here; a collective.
 
-    files: how memory is shared. processes, members: process id and name of each rank. owner: the only rank
+    processes, members: process id and name of each rank. owner: the only rank
     that allocates; the others' tensors are empty. None: all ranks do. Raises `CollectiveError` on all ranks
     if one has too little memory or if their sizes differ.
     """
     allocating = range(group.size) if owner is None else [owner]
     problem: MeshloomError | None = None
-    descriptor = number = -1
+    descriptor = -1
     try:
-        descriptor, number = files.create(num_bytes if group.rank in allocating else 0, backed=True)
+        descriptor = create_file(num_bytes if group.rank in allocating else 0, backed=True)
     except (CollectiveError, OSError) as error:
-        problem = error if isinstance(error, CollectiveError) else too_little(files.where, num_bytes, None)
+        problem = error if isinstance(error, CollectiveError) else too_little(num_bytes)
     replies = torch.empty(2 * group.size, dtype=torch.int64)
-    group.all_gather(replies, torch.tensor([number, num_bytes])).wait()
+    group.all_gather(replies, torch.tensor([descriptor, num_bytes])).wait()
     numbers, sizes = replies.view(group.size, 2).T.tolist()
     if problem:
         raise problem
@@ -69,13 +68,12 @@ def share_memory(
                 memory.append(torch.empty(0, dtype=torch.uint8))
                 continue
             opened = (
-                descriptor if other == group.rank else files.open(processes[other], numbers[other], num_bytes)
+                descriptor if other == group.rank else open_file(processes[other], numbers[other], num_bytes)
             )
             memory.append(map_file(opened, num_bytes))
             if other != group.rank:
                 os.close(opened)
         group.barrier().wait()
     finally:
-        files.all_have_opened(number)
         os.close(descriptor)
     return memory

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.reductions import divide
 from meshloom.comm.torch.c10d_operations import C10dOperations
 from meshloom.comm.torch.direct_exchange import DirectExchange
@@ -44,7 +43,6 @@ class C10dGroup(Group):
 
     members: name of each rank in errors, like "rank 3 (dp=3)".
     device: of a barrier's element. With a backend for both, tensors may be on any device.
-    activity: where this rank notes that it waits. After a wait that failed it still says so.
     secret: known to the ranks and not to their network.
     """
 
@@ -55,7 +53,6 @@ class C10dGroup(Group):
         process_group: dist.ProcessGroup,
         members: Sequence[str],
         device: torch.device | None = None,
-        activity: Activity | None = None,
         secret: bytes = b"",
     ) -> None:
         self.rank, self.size, self.secret = process_group.rank(), process_group.size(), secret
@@ -63,9 +60,8 @@ class C10dGroup(Group):
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
         self.has_streams = self._device.type == "cuda"
-        activity = activity or Activity()
-        self._operations = C10dOperations(process_group, self._members, activity)
-        self._direct = DirectExchange(process_group, self._members, self._operations, activity)
+        self._operations = C10dOperations(process_group, self._members)
+        self._direct = DirectExchange(process_group, self._members, self._operations)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()
@@ -132,15 +128,6 @@ class C10dGroup(Group):
             lambda: dist.gather(
                 tensor, targets, group=self._process_group, group_dst=destination, async_op=True
             ),
-        )
-
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        output = output.detach()
-        sent = _detached(tensors) if self.rank == source else None
-        return self._operations.start(
-            f"scatter of {format_bytes(output.nbytes)} from {self._members[source]}",
-            [output, *(sent or ())],
-            lambda: dist.scatter(output, sent, group=self._process_group, group_src=source, async_op=True),
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.group import Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.liveness.notes import Notes
 from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError, first_line
 
@@ -50,12 +49,11 @@ _UNEQUAL = ("op.preamble", "size mismatch", "must be same", "nbytes")
 class C10dOperations:
     """Operations of one process group, as this rank starts them.
 
-    members: name of each rank in errors. activity: where this rank notes that it waits.
+    members: name of each rank in errors.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[str], activity: Activity) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[str]) -> None:
         self._members, self._member = members, members[process_group.rank()]
-        self._activity = activity
         self._notes = Notes(process_group.get_group_store)
         self._process_group = process_group
         self._aborted = False
@@ -93,10 +91,8 @@ class C10dOperations:
 
     def wait_for(self, work: dist.Work, what: str, poll: bool) -> None:
         """Wait for a started operation. poll: check once a second whether a rank has aborted."""
-        self._activity.waits()
         with self.explained(what):
             self._wait(work, what, poll)
-        self._activity.goes_on()
 
     def abort(self) -> bool:
         """Start nothing more, and leave a note for the other ranks; False: that was done before."""

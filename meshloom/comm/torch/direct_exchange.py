@@ -20,9 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.background import Background, Patience
-from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import ReduceOp, Work
-from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.reductions import combine, divide
 from meshloom.comm.torch.c10d_operations import C10dOperations
 from meshloom.core.units import format_bytes
@@ -35,7 +33,7 @@ _TAGS = range(1, 1 << 30)  # messages of the group itself have tag 0
 class DirectExchange:
     """Of the ranks of one Gloo process group, in a thread that starts with the first operation.
 
-    members, activity: as of the group.
+    members: as of the group.
     """
 
     def __init__(
@@ -43,11 +41,10 @@ class DirectExchange:
         process_group: dist.ProcessGroup,
         members: Sequence[str],
         operations: C10dOperations,
-        activity: Activity,
     ) -> None:
         self._process_group, self._members, self._operations = process_group, members, operations
         self._rank, self._size = process_group.rank(), process_group.size()
-        self._patience = Patience(members[self._rank], activity, operations.who_left, operations.who_is_gone)
+        self._patience = Patience(members[self._rank], operations.who_left, operations.who_is_gone)
         self._background: Background | None = None
         self._tags = cycle(_TAGS)  # ranks start the same operations in the same order
 
@@ -61,12 +58,11 @@ class DirectExchange:
         what = f"all_gather of {format_bytes(part.nbytes)}"
         parts, own = output.view(self._size, -1), part.view(-1)
 
-        def steps(messages: Sequence[Work]) -> Waits:
+        def finish() -> None:
             if parts[self._rank].data_ptr() != own.data_ptr():
                 parts[self._rank].copy_(own)
-            yield from messages
 
-        return self._start(what, lambda _: own, list(parts), steps, 0)
+        return self._start(what, lambda _: own, list(parts), finish, 0)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> Work:
         """As `Group.reduce_scatter`; both are contiguous. Parts are added in the order of the ranks."""
@@ -75,8 +71,7 @@ class DirectExchange:
         others = [torch.empty_like(target) for _ in range(self._size - 1)]
         received = [*others[: self._rank], parts[self._rank], *others[self._rank :]]
 
-        def steps(messages: Sequence[Work]) -> Waits:
-            yield from messages
+        def finish() -> None:
             total = target.copy_(received[0]) if self._rank == 0 else received[0]
             for each in received[1:]:
                 combine(total, each, op)
@@ -86,7 +81,7 @@ class DirectExchange:
                 target.copy_(total)
 
         return self._start(
-            what, lambda rank: parts[rank], received, steps, sum(each.nbytes for each in others)
+            what, lambda rank: parts[rank], received, finish, sum(each.nbytes for each in others)
         )
 
     def abort(self) -> None:
@@ -103,10 +98,10 @@ class DirectExchange:
         what: str,
         sent: Callable[[int], Tensor],
         received: Sequence[Tensor],
-        steps: Callable[[Sequence[Work]], Waits],
+        finish: Callable[[], None],
         held_bytes: int,
     ) -> Work:
-        """Post all messages; `steps` waits for them in the thread. sent: to a rank. received: from each."""
+        """Post all messages; `finish` is called in the thread once they are over. sent: to a rank. received: from each."""
         self._patience.check(what)
         self._operations.make_room(held_bytes)
         if self._background is None:
@@ -136,7 +131,13 @@ class DirectExchange:
                 ):
                     name = f"{verb.format(format_bytes(tensor.nbytes))} {self._members[peer]}"
                     messages.append(_Message(self._operations, work, name, tensor))
-        started = self._background.start(what, steps(messages))
+
+        def run() -> None:
+            for message in messages:
+                message.wait()
+            finish()
+
+        started = self._background.start(what, run)
         if held_bytes:
             self._operations.hold(started, held_bytes)
         return started

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -88,7 +88,6 @@ class UnitAccess:
             with (
                 torch.autograd.graph.saved_tensors_hooks(left_out(self.pack), left_out(unpack)),
                 _transforms(),
-                _fast_paths(),
                 self.watching(),
             ):
                 for unit in self._units if not idle else ():
@@ -272,35 +271,16 @@ def unpack(saved: Any) -> Tensor:
     return saved.tensor() if isinstance(saved, _Saved) else saved
 
 
-class _InPlace:
-    """What is in the place of a function of torch's. num_open: contexts in which it is; those of simulated ranks do not end in the order
-    of their beginning."""
-
-    def __init__(self, real: Callable[..., Any]) -> None:
-        self.real = real
-        self.num_open = 0
-
-
-@contextmanager
-def _in_place(module: Any, name: str, kind: type[_InPlace]) -> Iterator[None]:
-    """Context in which there is one of this kind in the place of the module's function."""
-    if not isinstance(getattr(module, name), kind):
-        setattr(module, name, kind(getattr(module, name)))
-    installed: _InPlace = getattr(module, name)
-    installed.num_open += 1
-    try:
-        yield
-    finally:
-        installed.num_open -= 1
-        if not installed.num_open:
-            setattr(module, name, installed.real)
-
-
-class _WithoutHooks(_InPlace):
+class _WithoutHooks:
     """What disables hooks on saved tensors for a transform of `torch.func`, which refuses to take gradients under them:
     hooks of units are taken off for so long, and what is saved are the values themselves, which stay.
 
+    real: torch's, in whose place it is. num_open: contexts in which it is; those of simulated ranks do not end in the order of their
+    beginning.
     """
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.num_open = real, 0
 
     @contextmanager
     def __call__(self, message: str) -> Iterator[None]:
@@ -319,28 +299,20 @@ class _WithoutHooks(_InPlace):
             _torch._C._autograd._push_saved_tensors_default_hooks(*top)
 
 
-def _transforms() -> AbstractContextManager[None]:
+@contextmanager
+def _transforms() -> Iterator[None]:
     """Context in which `torch.func` can take gradients."""
-    return _in_place(torch.autograd.graph, "disable_saved_tensors_hooks", _WithoutHooks)
-
-
-class _WithoutUses(_InPlace):
-    """What torch's modules ask whether they may take their fast paths in evaluations, which a mode forbids: it answers as if units had none.
-    An encoder's outputs at masked places are others on its fast path.
-    """
-
-    def __call__(self, relevant_args: Iterable[Any]) -> bool:
-        if isinstance(_torch.overrides._get_current_function_mode(), _Uses):
-            with _torch.overrides._pop_mode_temporarily():
-                return self.real(relevant_args)
-        return self.real(relevant_args)
-
-
-def _fast_paths() -> AbstractContextManager[None]:
-    """Context in which modules take the fast paths that they take on one device."""
-    if torch.is_grad_enabled():  # there are none
-        return nullcontext()
-    return _in_place(torch.overrides, "has_torch_function", _WithoutUses)
+    graph, name = torch.autograd.graph, "disable_saved_tensors_hooks"
+    if not isinstance(getattr(graph, name), _WithoutHooks):
+        setattr(graph, name, _WithoutHooks(getattr(graph, name)))
+    installed: _WithoutHooks = getattr(graph, name)
+    installed.num_open += 1
+    try:
+        yield
+    finally:
+        installed.num_open -= 1
+        if not installed.num_open:
+            setattr(graph, name, installed.real)
 
 
 class _Uses(TorchFunctionMode):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -102,7 +101,7 @@ class RankProcess:
     def send(self, number: int) -> None:
         """Send a signal to the process and its children, until it is reaped: its number may be reused."""
         if self.exit_code is None:
-            with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+            with suppress(ProcessLookupError):
                 os.killpg(self.group, number)
 
     def ask_to_stop(self, number: int) -> None:
@@ -205,13 +204,8 @@ class _Lines:
 
 
 def _page_file() -> int:
-    """The descriptor of an anonymous file of one page."""
-    # a memory file, where there is one: writing pages to a disk would delay the writer
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("activity")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    """The descriptor of an anonymous file of one page, in memory: writing pages to a disk would delay the writer."""
+    descriptor = os.memfd_create("activity")
     os.write(descriptor, new_page())
     return descriptor
 

@@ -7,16 +7,10 @@
 Tensors of a page or more that an optimizer has as state of a parameter are moved into a mapped file as soon as they
 are there, whatever made them: they stay the same objects, so an optimizer does not notice. Smaller ones stay in memory.
 
-    file      [ arena 0                      | arena 1            ]    disk is reserved when an arena is made
-              [ exp_avg | exp_avg_sq | ...   | ...                ]    extents of whole pages
+    file      [ exp_avg | exp_avg_sq | ...   | reserved ]    extents of whole pages
     memory      ^ mapped, shared: what is written is the file's; pages that were given back are read again
 
-The file has no name: nothing is left over, however the process ends. A save reads it while training goes on, and updates
-write to other places of it:
-
-    saved       a1 b1 c1        read by the save until it is done; then the room is free for the next one
-    updated     a2 b2 c2        a, b: their windows were updated since, from copies; c: not yet
-    later       a3 b3 c2        in place, but for c
+The file has no name: nothing is left over, however the process ends.
 """
 
 from __future__ import annotations
@@ -26,11 +20,10 @@ import mmap
 import os
 import shutil
 import tempfile
-import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.checkpoint.lending import Lender
 from meshloom.core.errors import PlanError
 from meshloom.core.state_sizes import tensors_per_parameter
 from meshloom.core.units import format_bytes, round_up
@@ -54,8 +46,7 @@ from meshloom.optimizer.offload.windows import (
 )
 
 PAGE = mmap.PAGESIZE
-ARENA_BYTES = 16 * 2**20  # at least, of an arena that nobody reserved
-_COPIED_BYTES = 16 * 2**20  # of a tensor that is moved, in memory at one time
+RESERVED_BYTES = 16 * 2**20  # at least, at a time
 SMALLEST = PAGE  # bytes of a tensor that is moved
 PERSISTENT = Path("/var/tmp")  # temporary files that outlive a restart are on a disk
 
@@ -70,12 +61,10 @@ class StateOnDisk(OffloadedState):
         self._optimizers, self._in_windows = optimizers, in_windows
         self._windows: dict[int, list[Window]] = {}  # by id of the optimizer
         self._file: StateFile | None = None
-        self._lender: FileLender | None = None
         self._updated: set[Optimizer] = set()
 
     def open(self, files: Path | None) -> None:
         self._file = StateFile(directory_for(files))
-        self._lender = FileLender(self._file)
         needed = sum(state_bytes_of(each) for each in self._optimizers)
         if needed:
             self._file.reserve(needed)
@@ -87,8 +76,8 @@ class StateOnDisk(OffloadedState):
             self._file.ask_for(self._tensors(self._optimizers[0], 0))
 
     def step(self, optimizer: Optimizer) -> None:
-        assert self._file is not None and self._lender is not None
-        file, lender, windows = self._file, self._lender, self._windows[id(optimizer)]
+        assert self._file is not None
+        file, windows = self._file, self._windows[id(optimizer)]
         everyone = [parameters_of(optimizer, window) for window in windows]
         following = self._optimizers[self._optimizers.index(optimizer) + 1 :][:1]
 
@@ -97,7 +86,6 @@ class StateOnDisk(OffloadedState):
                 file.ask_for(_state_of(optimizer, everyone[number + 1]))
             elif following:
                 file.ask_for(self._tensors(following[0], 0))
-            lender.separate(_state_of(optimizer, everyone[number]))
             update()
             for parameter in everyone[number]:
                 self.keep(optimizer, parameter)
@@ -127,9 +115,9 @@ class StateOnDisk(OffloadedState):
         if self._file is not None:
             self._file.close()
 
-    @property
-    def lender(self) -> Lender | None:
-        return self._lender
+    def let_go(self, tensor: Tensor) -> None:
+        assert self._file is not None
+        self._file.give_back([tensor])
 
     def notes(self) -> list[str]:
         assert self._file is not None
@@ -200,80 +188,12 @@ def _is_movable(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.nbytes and is_alone(tensor)
 
 
-class FileLender(Lender):
-    """Lends tensors of `file`."""
-
-    def __init__(self, file: StateFile) -> None:
-        self._file = file
-        self._lent: frozenset[int] = frozenset()  # where their extents begin
-        self._over = threading.Event()
-        self._over.set()
-
-    @property
-    def directory(self) -> Path:
-        return self._file.directory
-
-    def lends(self, tensor: Tensor) -> bool:
-        return self._file.address_of(tensor) is not None and tensor.is_contiguous()
-
-    def missing_bytes(self, tensors: Sequence[Tensor]) -> int:
-        return self._file.missing_bytes(tensors)
-
-    def reserve(self, num_bytes: int) -> None:
-        self._file.reserve(num_bytes)
-
-    def take_back(self) -> None:
-        self._file.take_back()
-
-    def lend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        assert self._over.is_set(), "what was lent is still read"
-        found = (self._file.address_of(each) for each in tensors)
-        self._lent = frozenset(each for each in found if each is not None)
-        self._over.clear()
-        return [self._file.same_elements(each) for each in tensors]
-
-    def separate(self, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors that are about to be updated places of their own, with the same elements, if theirs are lent.
-
-        Waits until nothing is lent where that cannot be: something else refers to a tensor's memory, or there is no
-        room.
-        """
-        for each in tensors:
-            if self._over.is_set():
-                return
-            if self._file.address_of(each) in self._lent and not self._moved(each):
-                self._over.wait()
-
-    def let_go(self, tensor: Tensor) -> None:
-        self._file.give_back([tensor])
-
-    def end(self) -> None:
-        self._over.set()
-
-    def _moved(self, tensor: Tensor) -> bool:
-        try:
-            if is_alone(tensor):
-                self._file.move(tensor)
-                return True
-        except PlanError:  # the disk is full
-            pass
-        return False
-
-
 @dataclass(frozen=True)
 class _Extent:
-    """`length` bytes from byte `start` of an arena that begins at byte `offset` of the file."""
+    """What is mapped from byte `offset` of the file."""
 
-    arena: mmap.mmap
+    mapped: mmap.mmap
     offset: int
-    start: int
-    length: int
-
-    def first(self, length: int) -> _Extent:
-        return replace(self, length=length)
-
-    def after(self, length: int) -> _Extent:
-        return replace(self, start=self.start + length, length=self.length - length)
 
 
 class StateFile:
@@ -297,12 +217,9 @@ class StateFile:
                 "directory on a disk, or set TMPDIR to one."
             ) from error
         self.close = weakref.finalize(self, self._file.close)  # what is mapped stays
-        self._size = 0
-        self._arenas: list[mmap.mmap] = []
-        self._left: list[_Extent] = []  # of each arena, what no tensor has had
-        self._freed: defaultdict[int, list[_Extent]] = defaultdict(list)  # by length
+        self._size = self._used = 0  # what is reserved, and how much of it tensors have had
+        self._freed: defaultdict[int, list[int]] = defaultdict(list)  # offsets by length
         self._taken: dict[int, _Extent] = {}  # by address
-        self._buffers = weakref.WeakValueDictionary[int, memoryview]()  # of what is taken, by address
 
     @property
     def num_bytes(self) -> int:
@@ -317,7 +234,6 @@ class StateFile:
             if free < length:  # some file systems would fill the disk before they fail
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._file.fileno(), self._size, length)
-            arena = mmap.mmap(self._file.fileno(), length, mmap.MAP_SHARED, offset=self._size)
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._size)
             raise PlanError(
@@ -325,26 +241,7 @@ class StateFile:
                 f"{format_bytes(self._size + free)} for it ({error.strerror}). Make room, give --out (out=) or TMPDIR a directory on a larger disk, or leave "
                 "offload out."
             ) from error
-        self._arenas.append(arena)
-        self._left.append(_Extent(arena, self._size, 0, length))
         self._size += length
-
-    def take_back(self) -> None:
-        """Returns to the disk what was reserved last, of which nothing may have been taken."""
-        last = self._left.pop()
-        assert last.start == 0 and last.offset + last.length == self._size
-        self._arenas.pop().close()
-        os.ftruncate(self._file.fileno(), last.offset)
-        self._size = last.offset
-
-    def missing_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes to reserve before each of these, or what they are parts of, can be moved while it stays where it is,
-        too."""
-        extents = {(each.offset, each.start): each.length for each in self._extents(tensors)}
-        return sum(
-            length * max(count - len(self._freed[length]), 0)
-            for length, count in Counter(extents.values()).items()
-        )
 
     def place(self, tensor: Tensor) -> None:
         """Moves a tensor's elements into the file; the tensor stays the same object."""
@@ -352,71 +249,45 @@ class StateFile:
         moved.copy_(tensor.detach())
         tensor.data = moved
 
-    def move(self, tensor: Tensor) -> None:
-        """Moves a tensor of the file to another place in it; the tensor stays the same object, and its elements stay
-        where they were, too, as long as something refers to them there."""
-        (before,) = self._extents([tensor])
-        bits = self._take(before.length)
-        after = self._taken[bits.data_ptr()]
-        here, there, at = before.offset + before.start, after.offset + after.start, 0
-        while at < before.length:
-            # not through memory: reading maps neighbours, too, and writing reads what the disk has there before
-            content = os.pread(self._file.fileno(), min(_COPIED_BYTES, before.length - at), here + at)
-            at += os.pwrite(self._file.fileno(), content, there + at)
-        tensor.data = _like(tensor, bits)
-
-    def address_of(self, tensor: Tensor) -> int | None:
-        """Where the extent of this file begins that a tensor, or what it is a part of, has; None: it has none."""
-        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-        return address if address in self._taken else None
-
     def holds(self, tensor: Tensor) -> bool:
         """Whether this tensor has one of the file's extents."""
-        return self.address_of(tensor) is not None
-
-    def same_elements(self, tensor: Tensor) -> Tensor:
-        """The elements of a consecutive part of a tensor of the file, flat, at the same place: they keep it from being
-        used again, and do not show as something that refers to the tensor's memory."""
-        address = self.address_of(tensor)
-        assert address is not None
-        bits = torch.frombuffer(self._buffers[address], dtype=torch.uint8)
-        start = tensor.data_ptr() - address
-        return bits[start : start + tensor.nbytes].view(tensor.dtype)
+        return self._extent_of(tensor) is not None
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Takes the pages of these tensors from this process. Their values stay the file's."""
         for each in self._extents(tensors):
-            each.arena.madvise(mmap.MADV_DONTNEED, each.start, each.length)
+            each.mapped.madvise(mmap.MADV_DONTNEED)
 
     def give_back_all(self) -> None:
         """Takes all pages of the file from this process: the kernel also maps neighbours of those that are used."""
-        for each in self._arenas:
-            each.madvise(mmap.MADV_DONTNEED)
+        for each in self._taken.values():
+            each.mapped.madvise(mmap.MADV_DONTNEED)
 
     def ask_for(self, tensors: Iterable[Tensor]) -> None:
         """Has the kernel read pages of these tensors that are no more in memory, while this process goes on."""
         for each in self._extents(tensors):
-            start = each.offset + each.start
-            os.posix_fadvise(self._file.fileno(), start, each.length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._file.fileno(), each.offset, len(each.mapped), os.POSIX_FADV_WILLNEED)
 
     def _extents(self, tensors: Iterable[Tensor]) -> list[_Extent]:
-        found = (self.address_of(each) for each in tensors)
-        return [self._taken[each] for each in found if each is not None]
+        return [extent for each in tensors if (extent := self._extent_of(each)) is not None]
+
+    def _extent_of(self, tensor: Tensor) -> _Extent | None:
+        """That which a tensor, or what it is a part of, has; None: it has none."""
+        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        return self._taken.get(address)
 
     def _take(self, length: int) -> Tensor:
         """Bytes of the file [length] that no tensor has. They are free again when nothing refers to them."""
         if self._freed[length]:
-            extent = self._freed[length].pop()
+            offset = self._freed[length].pop()
         else:
-            number = next((i for i, each in enumerate(self._left) if each.length >= length), -1)
-            if number < 0:
-                self.reserve(max(length, ARENA_BYTES))
-            extent = self._left[number].first(length)
-            self._left[number] = self._left[number].after(length)
-        buffer = memoryview(extent.arena)[extent.start : extent.start + length]
+            if self._used + length > self._size:
+                self.reserve(max(self._used + length - self._size, RESERVED_BYTES))
+            offset, self._used = self._used, self._used + length
+        mapped = mmap.mmap(self._file.fileno(), length, mmap.MAP_SHARED, offset=offset)
+        buffer = memoryview(mapped)
         bits = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._taken[bits.data_ptr()] = extent
-        self._buffers[bits.data_ptr()] = buffer
+        self._taken[bits.data_ptr()] = _Extent(mapped, offset)
         weakref.finalize(buffer, _let_go, self._taken, self._freed, bits.data_ptr()).atexit = False
         return bits
 
@@ -433,6 +304,6 @@ def _like(tensor: Tensor, bits: Tensor) -> Tensor:
     return bits[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
-def _let_go(taken: dict[int, _Extent], freed: dict[int, list[_Extent]], address: int) -> None:
+def _let_go(taken: dict[int, _Extent], freed: dict[int, list[int]], address: int) -> None:
     extent = taken.pop(address)
-    freed[extent.length].append(extent)
+    freed[len(extent.mapped)].append(extent.offset)

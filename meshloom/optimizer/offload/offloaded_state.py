@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from meshloom.checkpoint.lending import Lender
 
 
 class OffloadedState(ABC):
@@ -38,10 +36,8 @@ class OffloadedState(ABC):
     def keep_all(self) -> None:  # noqa: B027
         """Called when state of any parameter may have been read, changed or made outside an update."""
 
-    @property
-    def lender(self) -> Lender | None:
-        """What lends the state to a save that goes on beside updates; None: the save copies it."""
-        return None
+    def let_go(self, tensor: Tensor) -> None:  # noqa: B027
+        """Called when a save has read some of a tensor, which need not stay in memory for it."""
 
     @abstractmethod
     def notes(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.collectives.ring_group import ring_group
+from meshloom.comm.collectives.ring import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.network.hosts import HostsGroup
 from meshloom.comm.recording import RecordedGroup

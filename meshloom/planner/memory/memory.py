@@ -121,9 +121,8 @@ def predict_memory(
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches
     batch = sum(_num_bytes(each.meta) for each in held)
     copied = 0
-    if copies and program.device.type == "cpu":
-        in_memory = 0 if offload else step.optimizer_bytes
-        copied = copied_bytes(step.parameter_bytes + in_memory, step.buffer_bytes, dp)
+    if copies and not offload and program.device.type == "cpu":
+        copied = copied_bytes(step.parameter_bytes + step.optimizer_bytes, step.buffer_bytes, dp)
     standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets + copied
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
     largest = max((each.meta.num_bytes for each in program.parameters.values()), default=0)

@@ -121,7 +121,7 @@ def memory_of_rank(
         "evaluation": after + batch + held.full + held.buffers + facts.evaluation // plan.tp,
         "checkpoint": after + _of_checkpoint(plan, facts),
     }
-    if background:  # steps go on beside the copy
+    if background and plan.offload == "none":  # steps go on beside the copy
         phases["checkpoint"] = phases["step"] + copied_by(held, plan, one_copy=one_copy)
     phases["verification"] = max(phases["step"], between + facts.largest)
     if (
@@ -199,13 +199,12 @@ def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_co
 
 
 def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
-    """What writing a checkpoint takes: one full tensor, where ranks of several hosts gather them."""
+    """What writing a checkpoint takes: one full tensor, where ranks of several hosts send them."""
     return facts.largest if plan.mesh.size > 1 else 0
 
 
 def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
-    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state, without
-    what is offloaded to a disk."""
+    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
     parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
     state = held.optimizer
     state = state if one_copy or plan.zero else -(-state // plan.dp)

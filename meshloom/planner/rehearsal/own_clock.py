@@ -130,9 +130,6 @@ class RehearsedGroup(AroundGroup):
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._run("gather", tensor, lambda: self.group.gather(outputs, tensor, destination))
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._run("scatter", output, lambda: self.group.scatter(output, tensors, source))
-
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._run("broadcast", tensor, lambda: self.group.broadcast(tensor, source))
 
