@@ -115,15 +115,41 @@ def test_hooks_on_activations_see_the_gradients_of_the_whole_batch() -> None:
         torch.testing.assert_close(chunked[name], each, rtol=1e-5, atol=1e-6)  # sum order differs
 
 
+class Piling(nn.Module):
+    """A layer that puts one more hook on its weight in every forward. after: accumulation."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        self.linear, self.after = nn.Linear(WIDTH, WIDTH), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.after:
+            self.linear.weight.register_post_accumulate_grad_hook(lambda each: None)
+        else:
+            self.linear.weight.register_hook(lambda gradient: 0.5 * gradient)
+        return x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("plan", "after"),
+    [("dp=2", False), ("dp=2", True), ("dp=2,zero=3", False), ("microbatches=2", True)],
+)
+@pytest.mark.slow
+def test_hooks_that_pile_up_are_refused_where_a_step_has_several_chunks(plan: str, after: bool) -> None:
+    """On one device the second chunk has one more than the first. Verification said that a gradient is multiplied by a wrong number."""
+    said = r"linear.weight has \d more hooks? after its chunks' forwards and backwards than before.* Register it once"
+    with (
+        Trainer(job_of(lambda: Net([Piling(after)])), plan, devices="simulated") as trainer,
+        pytest.raises(JobError, match=said),
+    ):
+        trainer.step(next(iter(trainer.batches())))
+
+
 @pytest.mark.long
 def test_a_hook_that_each_backward_removes_may_be_put_in_each_forward() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Once(Piling):
         def forward(self, x: Tensor) -> Tensor:
             handle = self.linear.weight.register_hook(lambda gradient: handle.remove() or 0.5 * gradient)
             return x + torch.tanh(self.linear(x))
 
-    assert equal(job_of(lambda: Net([Once()])), "dp=2,microbatches=2")
+    assert equal(job_of(lambda: Net([Once(False)])), "dp=2,microbatches=2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from meshloom.replica.exchanges.gathered_rows import GatheredRows
 from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_stages import Finish, Stages, Statistics
 from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.step_checks import hooks_kept
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -98,6 +100,13 @@ class ModuleStages(Stages):
         return undo
 
     def attach(self, at: Attachments) -> None:
+        if self._plan.num_chunks > 1:
+            begun = count()
+
+            def first_alone(step: int) -> AbstractContextManager[None]:
+                return nullcontext() if next(begun) else hooks_kept(self._parameters, self._plan)
+
+            at.around.append(first_alone)
         if compiled := self._compiled_units:
             at.around.append(lambda step: compiled.computing())
 

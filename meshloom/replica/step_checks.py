@@ -21,6 +21,7 @@ from meshloom.core.losses.loss_scale import LEAST, LossScale
 from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
+from meshloom.core.units import format_count
 from meshloom.exchange.exchange import Ownership
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
@@ -106,6 +107,25 @@ def check_readable(model: nn.Module) -> None:
 
 def _hooked(named: NamedParameters) -> list[str]:
     return [name for name, each in named if getattr(each, "_post_accumulate_grad_hooks", None)]
+
+
+@contextmanager
+def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
+    """A context for the chunks of a step of several, which raises `JobError` naming a parameter on which they leave more hooks than they
+    found: with each chunk on one device there would be another one, and replicas have but those of their own chunks."""
+    before = [_num_hooks(each) for _, each in named]
+    yield
+    for (name, parameter), hooks in zip(named, before, strict=True):
+        if (more := _num_hooks(parameter) - hooks) > 0:
+            raise JobError(
+                f"{name} has {format_count(more, 'more hook')} after its chunks' forwards and backwards than before: the loss registers one in every forward, they "
+                f"pile up, and each of the {plan.num_chunks} chunks of a step of {plan} would see others. Register it once, where the model is built."
+            )
+
+
+def _num_hooks(parameter: Tensor) -> int:
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return len(parameter._backward_hooks or ()) + len(after or ())
 
 
 class SharedWriteError(TrainingError):
