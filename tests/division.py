@@ -1,4 +1,4 @@
-"""A job's loss divided over ranks that run in lockstep, against the job's own module on one device.
+"""A job's loss divided over simulated ranks, against the job's own module on one device.
 
 The oracle is eager: the module in float64, its draws keyed. Of a division it knows which indices of each
 parameter and buffer each rank holds, and whose gradients are whole.
@@ -27,11 +27,11 @@ from meshloom.program.trace.precision import build_model, default_precision, in_
 from meshloom.tensor_parallel.layout.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import DivisionChoice, Rates, choose
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
+from tests.on_ranks import run_on_ranks
 
 SEED = 3
 RATES = Rates(
@@ -115,7 +115,7 @@ def compare(
     subject: Subject,
     num_ranks: int,
     decide: Decide = cheapest,
-    visit: Callable[[Node, list[Any]], None] | None = None,
+    visit: Callable[[int, Node, Any], None] | None = None,
 ) -> Compared:
     """Divide over `num_ranks` ranks and compare with one device."""
     part = partition(decide(subject.layout, num_ranks))
@@ -138,12 +138,17 @@ def compare(
         for rank in ranks
     ]
     with preserved_draws(), default_precision(torch.float64):
-        seed_everything(SEED)
-        results = run_in_lockstep(
-            part.programs, parameters, buffers, subject.batch, dtype=torch.float64, visit=visit
+        results = run_on_ranks(
+            part.programs,
+            parameters,
+            buffers,
+            subject.batch,
+            _backward,
+            seed=SEED,
+            dtype=torch.float64,
+            visit=visit,
         )
-        outputs = [[torch.as_tensor(each) for each in tree_leaves(result)] for result in results]
-        torch.autograd.backward([each[0].sum() for each in outputs])
+    outputs = [[torch.as_tensor(each) for each in tree_leaves(result)] for result in results]
     errors = [
         *_outputs(subject, outputs),
         *_gradients(subject, part, parameters),
@@ -153,6 +158,10 @@ def compare(
     return Compared(error=error, what=what, partition=part)
 
 
+def _backward(_: int, returned: Any) -> None:
+    torch.as_tensor(tree_leaves(returned)[0]).sum().backward()
+
+
 def _outputs(subject: Subject, outputs: list[list[Tensor]]) -> Iterator[tuple[float, str]]:
     for rank, row in enumerate(outputs):
         for number, (mine, theirs) in enumerate(zip(row, subject.outputs, strict=True)):
@@ -160,7 +169,7 @@ def _outputs(subject: Subject, outputs: list[list[Tensor]]) -> Iterator[tuple[fl
 
 
 def _gradients(
-    subject: Subject, part: Partition, parameters: list[dict[str, nn.Parameter]]
+    subject: Subject, part: Partition, parameters: list[dict[str, Tensor]]
 ) -> Iterator[tuple[float, str]]:
     largest = max(float(each.norm()) for each in subject.gradients.values() if each is not None)
     for name, expected in subject.gradients.items():

@@ -27,12 +27,12 @@ from meshloom.tensor_parallel.layout.cuts import StripNumbers, candidates, numbe
 from meshloom.tensor_parallel.layout.layout import Layout, axes_in, layout_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Cut, Part, Placement, cut_of
 from meshloom.tensor_parallel.layout.unify import freeze_axes, unify
-from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import Rules
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 from tests.division import add_part, selected
+from tests.on_ranks import run_on_ranks
 from tests.rule_calls import Chance, OneCall
 
 # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms
@@ -232,15 +232,30 @@ def _check(
         {ref.name: parts[place][rank] for place, ref in enumerate(node.operands())} for rank in ranks
     ]
     made = partition(choice)
-    seen: list[list[Any]] = []
-    seed_everything(SEED)
-    run_in_lockstep(
-        made.programs, parameters, [{} for _ in ranks], (), visit=lambda _, results: seen.append(results)
-    )
-    results = [[each for each in tree_leaves(result) if isinstance(each, Tensor)] for result in seen[0]]
-    graded: list[tuple[Tensor, Tensor]] = []
-    for place, (full, cotangent) in enumerate(zip(whole.results, whole.cotangents, strict=True)):
-        index = _indices(layout.values[node.name][place], strategy.output, numbers, num_ranks, whole)
+    results: list[list[Tensor]] = [[] for _ in ranks]
+    indices = [
+        _indices(layout.values[node.name][place], strategy.output, numbers, num_ranks, whole)
+        for place in range(len(whole.results))
+    ]
+    arriving = [
+        None if cotangent is None else _gradients(cotangent, strategy.output, index, chance)
+        for cotangent, index in zip(whole.cotangents, indices, strict=True)
+    ]
+
+    def visit(rank: int, _: Any, value: Any) -> None:
+        results[rank] = results[rank] or [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+    def backward(rank: int, _: Any) -> None:
+        graded = [
+            (each, given[rank])
+            for each, given in zip(results[rank], arriving, strict=True)
+            if given is not None and each.requires_grad
+        ]
+        if graded:
+            torch.autograd.backward([each for each, _ in graded], [gradient for _, gradient in graded])
+
+    run_on_ranks(made.programs, parameters, [{} for _ in ranks], {}, backward, seed=SEED, visit=visit)
+    for place, (full, index) in enumerate(zip(whole.results, indices, strict=True)):
         found = [results[rank][place] for rank in ranks]
         for rank in ranks:
             told = made.programs[rank].nodes[0].outputs[place].shape
@@ -250,13 +265,6 @@ def _check(
             )
         if whole.one.determined:
             _compare_value(found, full, strategy.output, index, f"result {place}")
-        if cotangent is not None:
-            given = _gradients(cotangent, strategy.output, index, chance)
-            graded += [
-                (each, gradient) for each, gradient in zip(found, given, strict=True) if each.requires_grad
-            ]
-    if graded:
-        torch.autograd.backward([each for each, _ in graded], [gradient for _, gradient in graded])
     precision = min(
         (torch.finfo(each.dtype).bits for each in whole.results if each.requires_grad), default=64
     )

@@ -115,32 +115,21 @@ def test_values_and_gradients_stay_what_they_are(change: tuple[Kind, Kind], seed
         take(after, rank, gradient * share) if change[1] == "part" else gradient for rank in range(num_ranks)
     ]
 
-    def run_all(parts: list[Tensor]) -> list[Tensor]:
-        return transition.run_all(parts)
+    groups = simulated_groups(num_ranks)
 
-    def run_each(parts: list[Tensor]) -> list[Tensor]:
-        groups = simulated_groups(num_ranks)
+    def run(rank: int) -> Tensor:
+        made = transition.run(groups[rank], parts[rank])
+        made.backward(arriving[rank])
+        return made.detach()
 
-        def rank(number: int) -> Tensor:
-            made = transition.run(groups[number], parts[number])
-            made.backward(arriving[number])
-            return made.detach()
-
-        return in_turns([lambda number=number: rank(number) for number in range(num_ranks)])
-
-    for run in (run_all, run_each):
-        parts = [
-            part.requires_grad_()
-            for part in placed(change[0], before, value, torch.Generator().manual_seed(seed + 1))
-        ]
-        results = run(parts)
-        if run is run_all:
-            torch.autograd.backward(results, arriving)
-        torch.testing.assert_close(
-            whole_of(change[1], after, [each.detach() for each in results]), value, rtol=1e-12, atol=1e-12
-        )
-        found = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
-        torch.testing.assert_close(gradient_of(change[0], before, found), gradient, rtol=1e-12, atol=1e-12)
+    parts = [
+        part.requires_grad_()
+        for part in placed(change[0], before, value, torch.Generator().manual_seed(seed + 1))
+    ]
+    results = in_turns([lambda rank=rank: run(rank) for rank in range(num_ranks)])
+    torch.testing.assert_close(whole_of(change[1], after, results), value, rtol=1e-12, atol=1e-12)
+    found = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
+    torch.testing.assert_close(gradient_of(change[0], before, found), gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_every_index_has_one_owner():

@@ -73,7 +73,7 @@ def chunks_of(replica: int) -> list[Tensor]:
 
 def accumulator(exchange: Exchange) -> Linear:
     """Linear layers whose weights' gradients land in the buffers of the exchange."""
-    return partial(FusedLinear(DirectAccumulator(exchange.buffer)).run, None)
+    return FusedLinear(DirectAccumulator(exchange.buffer))
 
 
 def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_end: bool) -> None:
@@ -194,7 +194,7 @@ def test_what_hooks_see_and_change_is_left_to_autograd():
     found: list[Any] = []
     for accumulates in (False, True):
         model = Net().double()
-        model.linear = partial(FusedLinear(DirectAccumulator()).run, None) if accumulates else F.linear
+        model.linear = FusedLinear(DirectAccumulator()) if accumulates else F.linear
         model.twice.weight.register_hook(lambda gradient: 3 * gradient)
         for chunk in chunks_of(0):
             model(chunk).backward()
@@ -206,11 +206,8 @@ def test_what_was_saved_may_come_back_as_another_tensor():
     """As it does where activations are recomputed or kept elsewhere."""
     model = Net().double()
     grad_buffers = {id(each): torch.full_like(each, float("nan")) for _, each in trainable(model)}
-    model.linear = partial(
-        FusedLinear(
-            DirectAccumulator(lambda parameter: GradBuffer(tensor=grad_buffers[id(parameter)], filled=False))
-        ).run,
-        None,
+    model.linear = FusedLinear(
+        DirectAccumulator(lambda parameter: GradBuffer(tensor=grad_buffers[id(parameter)], filled=False))
     )
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.detach().clone(), lambda tensor: tensor

@@ -1,26 +1,24 @@
-"""Hooks on nodes of autograd's graph, backward hooks of modules, hooks on what is saved for backward and hooks on parameters, which change
-gradients where no operator shows it: seen when a loss is read, also where they change nothing in the batches that it is compared with.
+"""Hooks on gradients, backward hooks of modules and hooks on what is saved for backward, which change gradients where no operator shows it: seen
+when a loss is read, also where they change nothing in the batches that it is compared with.
 
 All but those of `register_full_backward_hook` were lost without a word: the last batch's gradients were others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
-from meshloom.program.opaque.gradient_hooks import node_hooks_seen
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -38,29 +36,6 @@ def rarely(gradient: Any) -> Any:
 
 def all_rarely(gradients: Any) -> Any:
     return tuple(map(rarely, gradients))
-
-
-def before(x: Tensor) -> None:
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(all_rarely)
-
-
-def after(x: Tensor) -> None:
-    if x.grad_fn is not None:
-        x.grad_fn.register_hook(lambda given, taken: all_rarely(given))
-
-
-def behind(x: Tensor) -> None:
-    """The node that the gradient comes to next."""
-    if x.grad_fn is not None:
-        node = x.grad_fn.next_functions[0][0]
-        assert isinstance(node, torch.autograd.graph.Node) and node.name()
-        node.register_prehook(all_rarely)
-
-
-def by_edge(x: Tensor) -> None:
-    if x.grad_fn is not None:
-        get_gradient_edge(x).node.register_prehook(all_rarely)
 
 
 def written(x: Tensor) -> None:
@@ -120,8 +95,12 @@ class SavesOfOthers(Net):
             return super().forward(x)
 
 
+class Hooked(Readable):
+    """Of another class than the blocks around it, which would be leaves like it."""
+
+
 def hooked_module(register: str) -> nn.Module:
-    part = Readable()
+    part = Hooked()
     hook = (lambda module, taken: all_rarely(taken)) if "pre" in register else (lambda module, given, taken: all_rarely(given))  # fmt: skip
     getattr(part, register)(hook)
     return Net([part])
@@ -141,12 +120,8 @@ def large(model: Callable[[], nn.Module], loss: Any = loss) -> Job:
 
 # job, the leaf
 FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "before a node": (lambda: Net([Part(before), Readable()]), "parts.0"),
     "full backward hook": (lambda: hooked_module("register_full_backward_hook"), "parts.0"),
-    "saved tensors": (lambda: Net([Saves(before)]), "parts.0"),
-    "after a node": (lambda: Net([Part(after), Readable()]), "parts.0"),
-    "behind a node": (lambda: Net([Part(behind), Readable()]), "parts.0"),
-    "by an edge": (lambda: Net([Part(by_edge), Readable()]), "parts.0"),
+    "saved tensors": (lambda: Net([Saves(written)]), "parts.0"),
     "in place": (lambda: Net([Part(written), Readable()]), "parts.0"),
     "full backward pre-hook": (lambda: hooked_module("register_full_backward_pre_hook"), "parts.0"),
     "backward hook of old": (lambda: hooked_module("register_backward_hook"), "parts.0"),
@@ -175,29 +150,10 @@ def test_the_module_of_a_hook_that_no_program_has_is_a_leaf(name: str) -> None:
     ("model", "sentence"),
     [
         (lambda: Residual(GivenHooked(written)), "it hooks the gradient of what it is given"),
-        (lambda: Residual(GivenHooked(before)), "it hooks the gradient of what it is given"),
         (lambda: SavesOfOthers([Readable(), Readable()]), "Hooks change the tensors that are saved for backward at .*@ml.leaf"),
     ],
-    ids=["given", "node of the given", "saved"],
+    ids=["given", "saved"],
 )  # fmt: skip
 def test_one_that_sees_more_than_its_module_is_refused(model: Callable[[], nn.Module], sentence: str) -> None:
     with pytest.raises(CaptureError, match=sentence):
         opaque(large(model))
-
-
-@contextmanager
-def _noted(found: list[Any]) -> Iterator[None]:
-    with node_hooks_seen(found.append):
-        yield
-
-
-def test_looking_at_a_node_is_no_hook() -> None:
-    found: list[Any] = []
-    y = torch.ones(3, requires_grad=True) * 2
-    with _noted(found):
-        node = y.grad_fn
-        assert node is not None and node == y.grad_fn and hash(node) == hash(y.grad_fn)
-        assert node.name() == "MulBackward0" and "MulBackward0" in repr(node)
-        assert not found
-        node.register_hook(lambda given, taken: None)
-    assert found == [y.grad_fn]

@@ -1,6 +1,6 @@
 """The first operator of a partitioned program whose shards differ from what one device computes.
 
-The unpartitioned program runs, then all ranks' programs in lockstep, on the model's initial values and the
+The unpartitioned program runs, then all ranks' programs as simulated ranks, on the model's initial values and the
 same draws. In the forward, the first operator whose value differs is named; if all agree, in the backward the
 last one whose gradient differs, and the operators whose backward returns it; if these agree, too, the first parameter whose gradient
 differs on some rank, after the sums that ranks make once a step.
@@ -13,8 +13,7 @@ tensor, add up to the reference's; and different values almost surely have diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,24 +21,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.comm.pieces import take
+from meshloom.comm.group import Group
+from meshloom.comm.pieces import Pieces, take
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import in_turns
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node, users_by_value
+from meshloom.program.ir.program import Program
 from meshloom.program.opaque.bound import bound
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
-from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
 Found = tuple[str, str]  # of `first_wrong_operator`
 _NO_MODULE = "the model or loss"
-# number of a tensor -> what is one number of one device's, or one of each rank, and the tensor's scale
-Products = dict[int, tuple[list[float], float]]
+Products = dict[int, list[float]]  # number of a tensor in a value -> one device's, or one of each rank
 AGREE = (
     "In lockstep, on the initial values and a chunk of the first batch, every operator's shards agree with one device, forward and backward: what differs shows "
     "with other values or data, in gradients of parameters and their sums over ranks, in how ranks run their programs, or in what they send each other."
@@ -51,35 +52,40 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
     """One sentence: the operator and the user's line, or that all agree; and the module of what is wrong first, "" if nothing is. model: unsharded, in
     the program's precision."""
     program = bound(part.choice.layout.program, model)
-    programs = [bound(each, model) for each in part.programs]
     state = {
         name: each.detach().double() if each.is_floating_point() else each.detach()
         for name, each in (*model.named_parameters(), *model.named_buffers())
     }
-    reference, ranks = _InnerProducts(part.choice), _InnerProducts(part.choice)
-    with preserved_draws(), at_step(0):
+    reference, ranks = _InnerProducts(part.choice, 1), _InnerProducts(part.choice, part.choice.num_ranks)
+
+    def run(program: Program, found: _InnerProducts, rank: int | None, group: Group | None) -> None:
+        own = _split(program, state, part, rank)
         seed_everything(_SEED)
-        own = _split(program, state, None, 0)
-        one = run_program(
-            program, *own, batch, dtype=torch.float64, visit=lambda *each: reference.note(each[0], each[1:])
-        )
-        _backward([one])
-        del one
-        seed_everything(_SEED)
-        split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
-        _backward(
-            run_in_lockstep(
-                programs, [each[0] for each in split], [each[1] for each in split], batch,
-                dtype=torch.float64, visit=ranks.note
+        with at_step(0):
+            returned = run_program(
+                program, *own, batch, dtype=torch.float64, visit=partial(found.note, rank), group=group
             )
-        )  # fmt: skip
+        loss = tree_leaves(returned)[0]
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.sum().backward()
+
+    with preserved_draws():
+        run(program, reference, None, None)
+        groups = simulated_groups(part.choice.num_ranks)
+        programs = [bound(each, model) for each in part.programs]
+        in_turns(
+            [
+                partial(run, each, ranks, rank, group)
+                for rank, (each, group) in enumerate(zip(programs, groups, strict=True))
+            ]
+        )
     return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (AGREE, "")
 
 
 def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
     """The first value that differs."""
-    for name, values in reference.values.items():
-        if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
+    for name, error in reference.errors(ranks, backward=False):
+        if error > TOLERANCE:
             node = reference.nodes[name]
             said = (
                 f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}."
@@ -91,12 +97,8 @@ def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition
 def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
     """The last value whose gradient differs, with the last of a module: where the loss's own backward is wrong, gradients of modules
     are from there on."""
-    wrong = {
-        name: error
-        for name in reversed(reference.nodes)
-        if name in ranks.nodes
-        and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
-    }
+    errors = dict(reference.errors(ranks, backward=True))
+    wrong = {name: errors[name] for name in reversed(errors) if errors[name] > TOLERANCE}
     if not wrong:
         return None
     first = next(iter(wrong))
@@ -107,58 +109,72 @@ def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partit
     return sentence, next((path for name in wrong if (path := reference.nodes[name].path)), _NO_MODULE)
 
 
-@dataclass
 class _InnerProducts:
-    """The inner products of each operator's value, and of its gradient, by the tensor's number in the value: one device's, or all ranks'. With each the
-    tensor's scale, of one device."""
+    """The inner products of each operator's value, and of its gradient: one device's, or those of `size` ranks. scales: of one device's tensors, by
+    whether they are gradients, name and number."""
 
-    choice: DivisionChoice
-    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
-    values: dict[str, Products] = field(default_factory=dict[str, Products])
-    gradients: dict[str, Products] = field(default_factory=dict[str, Products])
+    def __init__(self, choice: DivisionChoice, size: int) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.values: dict[str, Products] = {}
+        self.gradients: dict[str, Products] = {}
+        self.scales: dict[tuple[bool, str, int], float] = {}
+        self._choice, self._size = choice, size
 
-    def note(self, node: Node, results: Sequence[Any]) -> None:
-        """Reduce a value: one device's, or that of all ranks."""
-        if node.name not in self.choice.layout.values:
+    def note(self, rank: int | None, node: Node, value: Any) -> None:
+        """Reduce a value of a rank; None: of one device."""
+        if node.name not in self._choice.layout.values:
             return  # part of a resharding, which one device does not have
         self.nodes[node.name] = node
-        self.values[node.name], self.gradients[node.name] = {}, {}
-        for number, shards in enumerate(zip(*map(tree_leaves, results), strict=True)):
-            if all(isinstance(each, Tensor) for each in shards):
-                self._note(node.name, number, shards)
+        self.values.setdefault(node.name, {})
+        self.gradients.setdefault(node.name, {})
+        for number, each in enumerate(tree_leaves(value)):
+            if isinstance(each, Tensor):
+                self._note(rank, node.name, number, each)
 
-    def _note(self, name: str, number: int, shards: Sequence[Tensor]) -> None:
-        choice, placement, is_one = self.choice, self.choice.strategies[name].output, len(shards) == 1
-        axes, is_part = choice.layout.values[name][number], isinstance(placement, Part)
+    def errors(self, ranks: _InnerProducts, *, backward: bool) -> Iterator[tuple[str, float]]:
+        """Of each value that ranks have, the largest difference, relative to the tensor's scale."""
+        one, all_of = (each.gradients if backward else each.values for each in (self, ranks))
+        for name in [each for each in one if each in all_of]:
+            placement = self._choice.strategies[name].output
+            adds_up = isinstance(placement, Part) or (placement == PARTIAL and not backward)
+            error = 0.0
+            for number, (right,) in one[name].items():
+                found = all_of[name].get(number, [0.0])  # no rank has a gradient
+                for each in [sum(found)] if adds_up else found:
+                    off = abs(each - right) / self.scales[backward, name, number]
+                    error = max(error, off if math.isfinite(off) else math.inf)
+            yield name, error
+
+    def _note(self, rank: int | None, name: str, number: int, value: Tensor) -> None:
+        choice, placement = self._choice, self._choice.strategies[name].output
+        axes = choice.layout.values[name][number]
         if route_of(axes, placement, choice.numbers) is not None:
             return  # its rows are not known statically, and are compared where they are combined again
         pieces = pieces_of(axes, cut_of(placement), choice.numbers, choice.num_ranks)
         if not math.prod(pieces.shape):
             return
+        is_part = isinstance(placement, Part)
 
-        def product(rank: int | None, value: Tensor) -> float:
-            probe = _probe(name, number, pieces.shape)
-            return _product(value, take(pieces, rank, probe) if is_part and rank is not None else probe)
+        def note(found: dict[str, Products], holders: Sequence[int], tensor: Tensor) -> None:
+            """holders: ranks whose parts are added up; none: all of the tensor counts once."""
+            probe, whole = _probe(name, number, pieces.shape), rank is None
+            parts = [
+                (take(pieces, each, tensor) if whole else tensor, take(pieces, each, probe))
+                for each in holders
+            ]
+            products = found[name].setdefault(number, [0.0] * self._size)
+            products[rank or 0] = sum(_product(*each) for each in parts or [(tensor, probe)])
+            if whole:
+                self.scales[found is self.gradients, name, number] = _scale(tensor)
 
-        def hook(rank: int, gradient: Tensor | None) -> None:
-            if gradient is not None:  # as it is of a piece of a split that nothing uses
-                of_ranks[rank] = product(None if is_one else rank, gradient)
-                found = [sum(of_ranks)] if is_part else [*of_ranks]
-                self.gradients[name][number] = found, _scale(gradient) if is_one else 0.0
-
+        own = [rank] if is_part and rank is not None else []
         # several ranks may have an element
-        parts = (
-            [take(pieces, rank, shards[0]) for rank in range(choice.num_ranks)]
-            if is_one and is_part
-            else shards
-        )
-        products = [product(rank, each) for rank, each in enumerate(parts)]
-        found = [sum(products)] if is_part or placement == PARTIAL else products
-        self.values[name][number] = found, _scale(shards[0]) if is_one else 0.0
-        of_ranks = [0.0] * len(shards)
-        for rank, each in enumerate(shards):
-            if each.requires_grad:
-                each.register_hook(partial(hook, rank))
+        note(self.values, range(choice.num_ranks) if is_part and rank is None else own, value)
+        if value.requires_grad:
+            # of a piece of a split that nothing uses it is none
+            value.register_hook(
+                lambda gradient: note(self.gradients, own, gradient) if gradient is not None else None
+            )
 
 
 def _probe(name: str, number: int, shape: Sequence[int]) -> Tensor:
@@ -187,33 +203,18 @@ def _scale(value: Tensor) -> float:
 
 
 def _split(
-    program: Any, state: dict[str, Tensor], part: Partition | None, rank: int
+    program: Program, state: dict[str, Tensor], part: Partition, rank: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters, which share memory with `state`, and buffers: of the reference, or of a rank."""
 
-    def shards(name: str, pieces: Any) -> Tensor:
-        return (take(pieces[name], rank, state[name]) if part else state[name]).detach()
+    def shards(name: str, pieces: Mapping[str, Pieces]) -> Tensor:
+        return (state[name] if rank is None else take(pieces[name], rank, state[name])).detach()
 
     parameters = {
-        name: shards(name, part and part.parameters).requires_grad_(each.meta.requires_grad)
+        name: shards(name, part.parameters).requires_grad_(each.meta.requires_grad)
         for name, each in program.parameters.items()
     }
-    return parameters, {name: shards(name, part and part.buffers).clone() for name in program.buffers}
-
-
-def _backward(results: Sequence[Any]) -> None:
-    losses = [tree_leaves(each)[0] for each in results]
-    if all(isinstance(each, Tensor) and each.requires_grad for each in losses):
-        torch.autograd.backward([each.sum() for each in losses])
-
-
-def _error(reference: Products, ranks: Products) -> float:
-    """The largest, relative to the tensor's scale."""
-    errors = [0.0]
-    for number, ((right,), scale) in reference.items():
-        ours, _ = ranks.get(number, ([0.0], 0.0))  # no rank has a gradient
-        errors += [abs(each - right) / scale if math.isfinite(each - right) else math.inf for each in ours]
-    return max(errors)
+    return parameters, {name: shards(name, part.buffers).clone() for name in program.buffers}
 
 
 def _named(node: Node, part: Partition) -> str:

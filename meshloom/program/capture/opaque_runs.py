@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshloom.core.modules.named_leaves import NAMED, function_name, is_function
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.program.capture.reached import KeptTensors, check_arguments, order, order_now
+from meshloom.program.capture.reached import KeptTensors, check_arguments, order_now
 from meshloom.program.capture.restored import cloned, own_memory, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
@@ -40,7 +40,6 @@ from meshloom.program.opaque.call import (
     state_of,
 )
 from meshloom.program.opaque.functions import closed_over
-from meshloom.program.opaque.gradient_hooks import node_hooks_seen
 from meshloom.program.opaque.stand_ins import Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits, python_states
 
@@ -145,13 +144,16 @@ def _record(
         saved.append(tensor)
         return tensor
 
-    meter, hooks = WorkMeter(), _Hooks([*inputs, *state])
+    meter, hooks, since = WorkMeter(), _num_hooks([*inputs, *state]), order_now()
     keeping = saved_tensors_hooks(pack, lambda each: each)
-    with CountDraws() as counter, keeping, meter, branches_as_written(), hooks.seen():
+    with CountDraws() as counter, keeping, meter, branches_as_written():
         returned = run(*args, **kwargs)
-    hooks.check()
+    if _num_hooks([*inputs, *state]) != hooks:
+        raise CaptureError(
+            "it hooks the gradient of what it is given, or of a parameter, to which others may add"
+        )
     if is_marked:
-        check_arguments(model, returned, [*inputs, *state], meter.used, hooks.since)
+        check_arguments(model, returned, [*inputs, *state], meter.used, since)
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
     replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
     changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]
@@ -206,27 +208,6 @@ def _record(
     )
     layouts = tuple(replace(_input_meta(each), requires_grad=False) for each in inputs)
     return returned, RecordedCall(call=call, inputs=layouts, spec=structure, leaves=tuple(recalled))
-
-
-class _Hooks:
-    """Hooks that a call puts on gradients. given: tensors whose gradients other code may add to."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self._given, self._before = given, _num_hooks(given)
-        self.since = order_now()  # of what the call computes
-        self._nodes: list[Any] = []
-
-    def seen(self) -> AbstractContextManager[None]:
-        """A context for the call."""
-        return node_hooks_seen(self._nodes.append)
-
-    def check(self) -> None:
-        """Raise `CaptureError` for one that sees more than the call's own part of a gradient."""
-        on_earlier = (hasattr(each, "variable") or order(each) < self.since for each in self._nodes)
-        if _num_hooks(self._given) != self._before or any(on_earlier):
-            raise CaptureError(
-                "it hooks the gradient of what it is given, or of a parameter, to which others may add"
-            )
 
 
 def _num_hooks(tensors: Sequence[Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Changes of placement (resharding) as autograd functions: over a group, or on a list of all ranks' tensors.
+"""Changes of placement (resharding) over a group, as autograd functions.
 
     from          to           forward          backward
     invariant     replicated   identity         all-reduce
@@ -17,9 +17,10 @@ read, and only it gets the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,22 +33,16 @@ Kind = Literal["invariant", "partial", "part"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
-@runtime_checkable
-class Joint(Protocol):
-    """An operator that ranks compute together: on one rank over a group, or on all ranks, where every operand
-    is a list of all ranks' values."""
+class Joint(ABC):
+    """An operator that ranks compute together."""
 
-    def run(self, group: Group, *args: Any) -> Any:
+    @abstractmethod
+    def run(self, group: Group, *args: Any, **kwargs: Any) -> Any:
         """Run on this rank."""
-        ...
-
-    def run_all(self, *columns: Any) -> list[Any]:
-        """Run on all ranks: one list per operand -> results[rank]."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transition:
+class Transition(Joint):
     """A change of placement of one value. before, after: the pieces that ranks hold (all unless sharded)."""
 
     source: Kind
@@ -59,19 +54,6 @@ class Transition:
         """Run on this rank."""
         function: Any = _OnOneRank.apply
         return function(self, group, value)
-
-    def run_all(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Run on all ranks: values[rank] -> results[rank]."""
-        function: Any = _OnAllRanks.apply
-        return list(function(self, *values))
-
-    def values_of_all(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """`run_all` apart from autograd."""
-        return _values(self, values)
-
-    def gradients_of_all(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Its backward: gradients[rank] of what each rank gets -> of what each has."""
-        return _gradients(self, gradients)
 
     def __str__(self) -> str:
         return f"{self.source} to {self.target}"
@@ -116,59 +98,6 @@ def refuse_second_derivative() -> None:
         )
 
 
-class _OnAllRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, change: Transition, *values: Tensor) -> Any:
-        ctx.change = change
-        return tuple(_values(change, values))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_gradients(ctx.change, gradients)
-
-
-# All ranks: assemble the value (or its gradient), and take every rank's part.
-
-
-def _values(change: Transition, values: Sequence[Tensor]) -> list[Tensor]:
-    ranks = list(enumerate(values))
-    if change.target == "partial":
-        if change.source == "invariant":
-            return [value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in ranks]
-        return [
-            place(change.before, rank, _masked_to_owned(change.before, rank, value)) for rank, value in ranks
-        ]
-    if change.source == "invariant":
-        return [take(change.after, rank, value).clone() for rank, value in ranks]
-    whole = total_of(values) if change.source == "partial" else assemble(change.before, values)
-    return [take(change.after, rank, whole).clone() for rank, _ in ranks]
-
-
-def _gradients(change: Transition, gradients: Sequence[Tensor]) -> list[Tensor]:
-    if change.target == "part":
-        total = total_of([place(change.after, rank, gradient) for rank, gradient in enumerate(gradients)])
-        gradients = [total] * len(gradients)
-    if change.source != "part":
-        return [gradient.clone() for gradient in gradients]
-    return [
-        _masked_to_owned(change.before, rank, take(change.before, rank, gradient).clone())
-        for rank, gradient in enumerate(gradients)
-    ]
-
-
-def total_of(values: Sequence[Tensor]) -> Tensor:
-    """The sum of all ranks' values, added in the order of ranks."""
-    total = values[0].clone()
-    for value in values[1:]:
-        total += value
-    return total
-
-
-def largest_of(values: Sequence[Tensor]) -> Tensor:
-    """The maximum over all ranks' values, elementwise."""
-    return torch.stack(list(values)).amax(0)
-
-
 def _masked_to_owned(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
     """A rank's part, with zeros where an earlier rank is the owner."""
     if pieces.is_whole:
@@ -184,17 +113,10 @@ def take_within(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor
     return take(inner, rank, place(outer, rank, part))
 
 
-# On one rank.
-
-
-def all_reducing(group: Group, op: ReduceOp) -> Callable[[Sequence[Tensor]], Tensor]:
-    """`total_of` or `largest_of` over a group, for a list of this rank's one value, which is overwritten."""
-
-    def reduced(values: Sequence[Tensor]) -> Tensor:
-        group.all_reduce(values[0], op).wait()
-        return values[0]
-
-    return reduced
+def all_reduced(group: Group, value: Tensor, op: ReduceOp) -> Tensor:
+    """`value`, overwritten by the sum or the maximum over all ranks."""
+    group.all_reduce(value, op).wait()
+    return value
 
 
 def _value(change: Transition, group: Group, value: Tensor) -> Tensor:

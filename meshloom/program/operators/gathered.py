@@ -8,8 +8,8 @@ gradients (Korthikanti et al., 2022, section 4).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.program.operators.collectives import Transition, start_gather, start_sum_back
+from meshloom.program.operators.collectives import Joint, Transition, start_gather, start_sum_back
 
 T = TypeVar("T")
 Wanted = tuple[bool, bool]  # whether autograd wants the gradients of a weight and a bias
@@ -25,7 +25,7 @@ Pair = tuple[Tensor | None, Tensor | None]  # for a weight and a bias
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredLayers(ABC):
+class GatheredLayers(Joint):
     """change: the resharding of x, to replicated."""
 
     change: Transition
@@ -63,16 +63,6 @@ class GatheredLayers(ABC):
         """Run on this rank: x or its part, then w_0, b_0 (if any), w_1, ... -> result of each layer."""
         function: Any = _Layers.apply
         return function(self, group, x, *weights)
-
-    def run_all(self, xs: Sequence[Tensor], *weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Run on all ranks."""
-        function: Any = _LayersOfAll.apply
-        size = len(xs)
-        found = function(
-            self, size, *xs, *(each for rank in range(size) for each in (column[rank] for column in weights))
-        )
-        count = len(found) // size
-        return [found[rank * count : (rank + 1) * count] for rank in range(size)]
 
     def forwards(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Results of all layers for the full x."""
@@ -121,44 +111,3 @@ class _Layers(torch.autograd.Function):
             )
             found += pair if bias is not None else pair[:1]
         return None, None, summing() if summing else None, *found
-
-
-class _LayersOfAll(torch.autograd.Function):
-    """`_Layers` on a list of all ranks' tensors: x of each, then the weights of each."""
-
-    @staticmethod
-    def forward(ctx: Any, layers: GatheredLayers, size: int, *given: Tensor) -> Any:
-        ctx.layers, ctx.size = layers, size
-        ctx.save_for_backward(*given)
-        return tuple(
-            each for whole, of_rank in _given(layers, size, given) for each in layers.forwards(whole, of_rank)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        layers: GatheredLayers = ctx.layers
-        size, given = ctx.size, ctx.saved_tensors
-        count, num_weights = len(gradients) // size, len(given) // size - 1
-        of_x: list[Tensor] = []
-        found: list[Tensor | None] = []
-        for rank, (whole, of_rank) in enumerate(_given(layers, size, given)):
-            mine, parted = gradients[rank * count : (rank + 1) * count], layers.parted(of_rank)
-            weights = [weight for weight, _ in parted]
-            of_x.append(layers.input_gradient(mine, weights, layers.change.before.shape, given[rank]))
-            first = 2 + size + rank * num_weights
-            wanted = layers.parted(ctx.needs_input_grad[first : first + num_weights])
-            for layer, (gradient, (weight, bias)) in enumerate(zip(mine, parted, strict=True)):
-                asked = wanted[layer][0], bool(wanted[layer][1])
-                pair = layers.weight_gradients(layer, gradient, whole, weight, asked, (None, None))
-                found += pair if bias is not None else pair[:1]
-        return None, None, *layers.change.gradients_of_all(of_x), *found
-
-
-def _given(
-    layers: GatheredLayers, size: int, given: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """The full x and the weights of each rank."""
-    xs, weights = given[:size], given[size:]
-    count = len(weights) // size
-    for rank, whole in enumerate(layers.change.values_of_all(xs)):
-        yield whole, weights[rank * count : (rank + 1) * count]

@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshloom.comm.group import Group
-from meshloom.program.operators.collectives import (
-    all_reducing,
-    largest_of,
-    refuse_second_derivative,
-    total_of,
-)
+from meshloom.program.operators.collectives import Joint, all_reduced, refuse_second_derivative
 
 
 def mean_of_part(
@@ -119,7 +114,7 @@ def negative_log_likelihood_of_part(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropyOfPart:
+class CrossEntropyOfPart(Joint):
     """Cross-entropy where every rank has the logits of some classes, and all of them get the loss.
 
     Two all-reduces: the largest logit per row; then `num_sums` numbers per row: the sum of exponentials, the
@@ -144,30 +139,11 @@ class CrossEntropyOfPart:
         return 2 + self.weighted + bool(self.smoothing) * (1 + self.weighted)
 
     def run(self, group: Group, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """On this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
+        """Logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
         function: Any = _CrossEntropy.apply
-        reductions = all_reducing(group, "max"), all_reducing(group, "sum")
-        weights = None if weight is None else [weight]
         with torch.autocast(logits.device.type, enabled=False):
-            weight_of_rows, loss = function(
-                self, (group.rank,), *reductions, target.reshape(-1), weights, self._rows(logits)
-            )
-            return self._reduce(loss, target, weight_of_rows)
-
-    def run_all(
-        self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Run on all ranks."""
-        function: Any = _CrossEntropy.apply
-        ranks = tuple(range(len(logits)))
-        with torch.autocast(logits[0].device.type, enabled=False):
-            weight_of_rows, *losses = function(
-                self, ranks, largest_of, total_of, targets[0].reshape(-1), weights, *map(self._rows, logits)
-            )
-            return [
-                self._reduce(loss, target, weight_of_rows)
-                for loss, target in zip(losses, targets, strict=True)
-            ]
+            weight_of_rows, losses = function(self, group, target.reshape(-1), weight, self._rows(logits))
+            return self._reduce(losses, target, weight_of_rows)
 
     def _rows(self, logits: Tensor) -> Tensor:
         """[n, v, space] -> [n space, v]."""
@@ -189,82 +165,61 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         part: CrossEntropyOfPart,
-        ranks: tuple[int, ...],
-        largest: Any,
-        total: Any,
+        group: Group,
         target: Tensor,
-        weights: Sequence[Tensor] | None,
-        *logits: Tensor,
+        weight: Tensor | None,
+        logits: Tensor,
     ) -> Any:
-        """Weight of every row [n] or None, then for every rank in `ranks` the loss of every row [n]."""
-        low = torch.finfo(logits[0].dtype).min
-        tops = [each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits]
-        top = largest(tops)
+        """Weight of every row [n] or None, and the loss of every row [n]."""
+        rows, classes = logits.shape
+        top = logits.amax(1) if classes else logits.new_full((rows,), torch.finfo(logits.dtype).min)
+        shifted = logits - all_reduced(group, top, "max")[:, None]
         counted = target != part.ignored
-        exponentials: list[Tensor] = []
-        sums: list[Tensor] = []
-        places: list[tuple[Tensor, Tensor]] = []
-        for number, (rank, each) in enumerate(zip(ranks, logits, strict=True)):
-            shifted = each - top[:, None]
-            local = target - part.starts[rank]
-            here = (local >= 0) & (local < each.shape[1]) & counted
-            local = torch.where(here, local, 0)
-            places.append((here, local))
-            found = (
-                shifted.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
-            )
-            rows = [torch.where(here, found, 0.0)]
-            if weights is None:
-                rows += [shifted.sum(1)] if part.smoothing else []
-            else:
-                weight = weights[number]
-                rows.append(
-                    torch.where(here, weight[local], 0.0) if each.shape[1] else each.new_zeros(each.shape[0])
-                )
-                rows += [shifted @ weight, weight.sum().expand(each.shape[0])] if part.smoothing else []
-            exponentials.append(shifted.exp_())
-            sums.append(torch.stack([exponentials[-1].sum(1), *rows]))
-        everyone = total(sums)
+        local = target - part.starts[group.rank]
+        here = (local >= 0) & (local < classes) & counted
+        local = torch.where(here, local, 0)
+        found = shifted.gather(1, local[:, None])[:, 0] if classes else logits.new_zeros(rows)
+        summed = [torch.where(here, found, 0.0)]
+        if weight is None:
+            summed += [shifted.sum(1)] if part.smoothing else []
+        else:
+            summed.append(torch.where(here, weight[local], 0.0) if classes else logits.new_zeros(rows))
+            summed += [shifted @ weight, weight.sum().expand(rows)] if part.smoothing else []
+        exponentials = shifted.exp_()
+        everyone = all_reduced(group, torch.stack([exponentials.sum(1), *summed]), "sum")
         log_sum = everyone[0].log()
-        weight_of_rows = None if weights is None else everyone[2].clone()
+        weight_of_rows = None if weight is None else everyone[2].clone()
         losses = log_sum - everyone[1]
         if weight_of_rows is not None:
             losses = weight_of_rows * losses
-        weight_of_classes: Any = part.num_classes if weights is None else everyone[-1]
+        weight_of_classes: Any = part.num_classes if weight is None else everyone[-1]
         if part.smoothing:
-            every_class = log_sum * weight_of_classes - (everyone[2] if weights is None else everyone[3])
+            every_class = log_sum * weight_of_classes - (everyone[2] if weight is None else everyone[3])
             losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * every_class
         losses = torch.where(counted, losses, 0.0)
-        ctx.part, ctx.places, ctx.counted = part, places, counted
+        ctx.part, ctx.place, ctx.counted = part, (here, local), counted
         ctx.weight_of_rows, ctx.weight_of_classes, ctx.sum = weight_of_rows, weight_of_classes, everyone[0]
-        ctx.save_for_backward(*exponentials, *(weights or ()))
+        ctx.save_for_backward(exponentials, weight)
         if weight_of_rows is not None:
             ctx.mark_non_differentiable(weight_of_rows)
-        return weight_of_rows, *(losses.clone() for _ in ranks)
+        return weight_of_rows, losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
         part: CrossEntropyOfPart = ctx.part
-        _, *gradients_of_losses = gradients  # weights of rows have none
-        count = len(gradients_of_losses)
-        saved, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        exponentials, weight = ctx.saved_tensors
+        here, local = ctx.place
         smoothing = part.smoothing / part.num_classes
-        results: list[Tensor] = []
-        for number, (gradient, exponentials, (here, local)) in enumerate(
-            zip(gradients_of_losses, saved, ctx.places, strict=True)
-        ):
-            arriving = gradient * ctx.counted
-            of_target = arriving * (1.0 - part.smoothing)
-            if weights:
-                of_target = of_target * ctx.weight_of_rows
-            # Factors per row are multiplied first: the logits are large, and are read once.
-            of_rows = (of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum
-            result = exponentials * of_rows[:, None]
-            if part.smoothing:
-                of_classes = smoothing * weights[number] if weights else smoothing
-                result -= arriving[:, None] * of_classes
-            if result.shape[1]:
-                result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
-            results.append(result)
-        return None, None, None, None, None, None, *results
+        arriving = gradients[1] * ctx.counted  # weights of rows have no gradient
+        of_target = arriving * (1.0 - part.smoothing)
+        if weight is not None:
+            of_target = of_target * ctx.weight_of_rows
+        # Factors per row are multiplied first: the logits are large, and are read once.
+        of_rows = (of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum
+        result = exponentials * of_rows[:, None]
+        if part.smoothing:
+            result -= arriving[:, None] * (smoothing if weight is None else smoothing * weight)
+        if result.shape[1]:
+            result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
+        return None, None, None, None, result

@@ -12,7 +12,7 @@ So each step gathers h, and in backward sums the gradient of h. Gates are elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from meshloom.program.ir.callables import keyed
 from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.operators.collectives import (
     Collective,
+    Joint,
     Transition,
     elements_of_change,
     refuse_second_derivative,
@@ -37,7 +38,6 @@ RecurrentKind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 NUM_GATES: dict[RecurrentKind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w_x, w_h, b_x, b_h
-_Gather = Callable[[Transition, list[Tensor]], list[Tensor]]
 
 
 def cell_of_part(
@@ -61,7 +61,7 @@ def cell_of_part(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentOfPart:
+class RecurrentOfPart(Joint):
     """`aten.lstm`, `gru`, `rnn_tanh` or `rnn_relu` where every rank computes some hidden units of all layers.
 
     held: rank -> its units, of `num_hidden`. dropout: rate between layers, with equal draws on all ranks.
@@ -79,17 +79,29 @@ class RecurrentOfPart:
     batch_first: bool
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
-        """On this rank: x [t, b, i], its states, weights -> outputs [t, b, directions part], states."""
-        results = self._counted(
-            [x], [states], [weights], lambda change, values: [change.run(group, values[0])]
-        )
-        return results[0]
-
-    def run_all(
-        self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]
-    ) -> list[Any]:
-        """Run on all ranks."""
-        return self._counted(list(xs), states, weights, lambda change, values: change.run_all(values))
+        """x [t, b, i], its states, weights -> outputs [t, b, directions part], states."""
+        before = torch.default_generator.initial_seed()
+        firsts = states if isinstance(states, tuple | list) else (states,)
+        x = x.transpose(0, 1) if self.batch_first else x
+        length, batch = x.shape[:2]
+        lasts: list[tuple[Tensor, ...]] = []
+        for layer in range(self.num_layers):
+            if layer:
+                x = self._dropped(self._layer_change(length, batch).run(group, x).flatten(2))
+            ways: list[Tensor] = []
+            for way in range(self._num_ways):
+                number = layer * self._num_ways + way
+                start = tuple(state[number] for state in firsts)
+                output, last = self._layer(
+                    group, x, start, self._weights(weights, number), backwards=bool(way)
+                )
+                ways.append(output)
+                lasts.append(last)
+            x = torch.stack(ways, 2)  # [t, b, directions, part]
+        flat = x.flatten(2).transpose(0, 1) if self.batch_first else x.flatten(2)
+        if self.num_draws:
+            seed_torch(seed_of_draw(before, self.num_draws))
+        return flat, *(torch.stack(column) for column in zip(*lasts, strict=True))
 
     def sent(
         self, shape: Sequence[int], rank: int, *, backward: bool, states_graded: bool
@@ -128,73 +140,24 @@ class RecurrentOfPart:
     def _layer_change(self, length: int, batch: int) -> Transition:
         return self._gathering((length, batch, self._num_ways, self.num_hidden))
 
-    def _counted(
-        self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather
-    ) -> list[Any]:
-        before = torch.default_generator.initial_seed()
-        results = self._run(xs, states, weights, gather)
-        if self.num_draws:
-            seed_torch(seed_of_draw(before, self.num_draws))
-        return results
-
-    def _run(
-        self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather
-    ) -> list[Any]:
-        """xs, states, weights: one per rank that is computed here."""
-        firsts = [each if isinstance(each, tuple | list) else (each,) for each in states]
-        xs = [each.transpose(0, 1) if self.batch_first else each for each in xs]
-        length, batch = xs[0].shape[:2]
-        lasts: list[list[tuple[Tensor, ...]]] = [[] for _ in xs]
-        outputs: list[Tensor] = []
-        for layer in range(self.num_layers):
-            if layer:
-                xs = [each.flatten(2) for each in gather(self._layer_change(length, batch), outputs)]
-                xs = self._dropped(xs)
-            ways: list[list[Tensor]] = [[] for _ in xs]
-            for way in range(self._num_ways):
-                number = layer * self._num_ways + way
-                start = [tuple(state[number] for state in row) for row in firsts]
-                own = [self._weights(row, number) for row in weights]
-                steps, last = self._layer(xs, start, own, gather, backwards=bool(way))
-                for place in range(len(xs)):
-                    ways[place].append(steps[place])
-                    lasts[place].append(last[place])
-            outputs = [torch.stack(each, 2) for each in ways]  # [t, b, directions, part]
-        results: list[Any] = []
-        for each, rows in zip(outputs, lasts, strict=True):
-            flat = each.flatten(2).transpose(0, 1) if self.batch_first else each.flatten(2)
-            results.append((flat, *(torch.stack(column) for column in zip(*rows, strict=True))))
-        return results
-
     def _layer(
-        self,
-        xs: list[Tensor],
-        states: list[tuple[Tensor, ...]],
-        weights: list[_Weights],
-        gather: _Gather,
-        *,
-        backwards: bool,
-    ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        """One layer in one direction: outputs [t, b, part] and last states of each rank."""
-        projected = [F.linear(x, w_x, b_x).unbind(0) for x, (w_x, _, b_x, _) in zip(xs, weights, strict=True)]
-        change = self._step_change(xs[0].shape[1])
-        length = len(xs[0])
-        outputs: list[list[Tensor]] = [[] for _ in xs]
-        read: list[list[Tensor]] = [[] for _ in xs]
-        later = [
-            _deferred_products(w_h, b_h, length, each[0], seen)
-            for each, (_, w_h, _, b_h), seen in zip(projected, weights, read, strict=True)
-        ]
+        self, group: Group, x: Tensor, states: tuple[Tensor, ...], weights: _Weights, *, backwards: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One layer in one direction: outputs [t, b, part] and last states."""
+        w_x, w_h, b_x, b_h = weights
+        projected = F.linear(x, w_x, b_x).unbind(0)
+        change, length = self._step_change(x.shape[1]), len(x)
+        bias = b_h.detach() if b_h is not None else None
+        outputs, read = list[Tensor](), list[Tensor]()
+        later = _deferred_products(w_h, b_h, length, projected[0], read)
         for number, time in enumerate(reversed(range(length)) if backwards else range(length)):
-            everything = gather(change, [state[0] for state in states])
-            for place, (h, (_, w_h, _, b_h)) in enumerate(zip(everything, weights, strict=True)):
-                read[place].append(h.detach())
-                bias = b_h.detach() if b_h is not None else None
-                recurrent = F.linear(h, w_h.detach(), bias) + later[place][number]
-                result = _step(self.kind, projected[place][time], recurrent, states[place])
-                states[place] = result if isinstance(result, tuple) else (result,)
-                outputs[place].append(states[place][0])
-        return [torch.stack(each[::-1] if backwards else each) for each in outputs], states
+            h = change.run(group, states[0])
+            read.append(h.detach())
+            recurrent = F.linear(h, w_h.detach(), bias) + later[number]
+            result = _step(self.kind, projected[time], recurrent, states)
+            states = result if isinstance(result, tuple) else (result,)
+            outputs.append(states[0])
+        return torch.stack(outputs[::-1] if backwards else outputs), states
 
     def _weights(self, weights: Sequence[Tensor], number: int) -> _Weights:
         count = 4 if self.has_biases else 2
@@ -202,15 +165,8 @@ class RecurrentOfPart:
         b_x, b_h = biases or (None, None)
         return w_x, w_h, b_x, b_h
 
-    def _dropped(self, xs: list[Tensor]) -> list[Tensor]:
-        if not self.dropout:
-            return xs
-        seed = torch.default_generator.initial_seed()
-        results: list[Tensor] = []
-        for each in xs:
-            seed_torch(seed)  # every rank draws the same
-            results.append(keyed(torch.ops.aten.dropout.default, each, self.dropout, True))
-        return results
+    def _dropped(self, x: Tensor) -> Tensor:
+        return keyed(torch.ops.aten.dropout.default, x, self.dropout, True) if self.dropout else x
 
 
 def _deferred_products(

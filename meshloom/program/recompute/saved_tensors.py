@@ -153,7 +153,7 @@ def communicates(target: Any) -> bool:
         return elements_of_change(*change, 0, backward=False) is not None
     if isinstance(target, GatheredLayers):
         return target.change.source == "part"
-    return isinstance(target, Joint) and not getattr(target, "is_local", False)
+    return isinstance(target, Joint)
 
 
 def saves_of(

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshloom.comm.group import Group
 from meshloom.program.cost.program_seconds import weights_that_wait
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
@@ -28,21 +26,11 @@ class FusedLinear:
     """A linear layer whose weights are parameters and accumulate their own gradients."""
 
     accumulator: GradAccumulator
-    is_local: ClassVar[bool] = True  # no communication
 
-    def run(self, group: Group | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [b*, k], weight [o, k], bias [o] -> [b*, o]."""
         function: Any = _Linear.apply
         return function(self.accumulator, x, weight, bias)
-
-    def run_all(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
-    ) -> list[Tensor]:
-        """On several ranks."""
-        return [
-            self.run(None, x, weight, bias)
-            for x, weight, bias in zip(xs, weights, biases or [None] * len(xs), strict=True)
-        ]
 
 
 def with_fused_accumulation(

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
+from meshloom.core.errors import CaptureError
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of
-from meshloom.program.opaque.stand_ins import is_standing_in
+from meshloom.program.opaque.stand_ins import is_standing_in, put_together, taken_apart
 from meshloom.program.trace.attributes import TORCHS_OWN, plain_text
 from meshloom.program.trace.block_calls import ENTER, LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
 
@@ -187,11 +188,7 @@ class Folding:
         stand_in = REPEAT if len(other.made) == 1 else REPEAT_SEVERAL
         path = self._paths[id(vars(block.parts[""]))]
         made = stand_in(given, _state(block), other.number, path, *layouts_of(other.made))
-        tensors = {"made": [made] if stand_in is REPEAT else made, "given": given}
-        returned = [
-            tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned
-        ]
-        return tree_unflatten(returned, other.spec)
+        return put_together(other.returned, other.spec, [made] if stand_in is REPEAT else made, given)
 
     def _block(self, module: nn.Module) -> _Block | None:
         if id(module) not in self._blocks:
@@ -207,10 +204,6 @@ class Folding:
         if text is None:
             self._kept.append(leaf)
         return (type(leaf), text) if text is not None else id(leaf)
-
-
-class _Place(tuple[str, int]):
-    """Where a returned tensor comes from: ("made" or "given", index)."""
 
 
 def _definer_of_forward(kind: type) -> Any:
@@ -308,24 +301,10 @@ def _returned(
     result: Any, given: Sequence[Tensor], state: Sequence[Tensor]
 ) -> tuple[list[Any], Any, list[Tensor]] | None:
     """Leaves and structure of a call's result, and its new tensors. None if the call cannot be repeated."""
-    leaves, spec = tree_flatten(result)
-    made: list[Tensor] = []
-    returned: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            if plain_text(leaf) is None:
-                return None
-            returned.append(leaf)
-            continue
-        place = next((place for place, each in enumerate(given) if each is leaf), None)
-        if place is not None:
-            returned.append(_Place(("given", place)))
-            continue
-        at = next((place for place, each in enumerate(made) if each is leaf), None)
-        if at is None:
-            at = len(made)
-            made.append(leaf)
-        returned.append(_Place(("made", at)))
+    try:
+        made, _, returned, spec = taken_apart(result, given)
+    except CaptureError:  # objects
+        return None
     graded = torch.is_grad_enabled() and any(each.requires_grad for each in (*given, *state))
     if not made or any(
         each.layout != torch.strided or each.requires_grad != (graded and each.is_floating_point())

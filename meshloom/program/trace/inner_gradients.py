@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, vmap
+from torch.utils.hooks import BackwardHook
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourcePlace, place_here, place_of_error
 from meshloom.program.ir.replaced import replaced
-from meshloom.program.opaque.gradient_hooks import node_hooks_seen, saving_hooks_seen
 
 _torch: Any = torch  # for private names
 _TRANSFORMS = tuple(each.__file__ for each in (eager_transforms, vmap))
@@ -91,8 +91,8 @@ def accumulation_refused(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooks_of_autograd_refused() -> Iterator[None]:
-    """Raises `CaptureError` where a tensor's gradient or a node of autograd's graph gets a hook, as backward hooks of modules are, and where
-    hooks change what is saved for backward: no trace has any of them."""
+    """Raises `CaptureError` where a tensor's gradient gets a hook, where a module with a backward hook is called, and where hooks change what is
+    saved for backward: no trace has any of them."""
 
     def refuse(what: str) -> NoReturn:
         raise CaptureError(
@@ -100,12 +100,24 @@ def hooks_of_autograd_refused() -> Iterator[None]:
             f"of its own. {WAYS_OUT}"
         )
 
+    push = _torch._C._autograd._push_saved_tensors_default_hooks
+
+    def pushing(pack: Any, unpack: Any) -> None:
+        # a checkpoint's give back what they got
+        if not str(getattr(pack, "__module__", "")).startswith(("torch.", "meshloom.")):
+            refuse("Hooks change the tensors that are saved for backward")
+        push(pack, unpack)
+
+    def of_module(*_: Any) -> NoReturn:
+        refuse("A module with a backward hook is called")
+
     with (
         replaced(
             Tensor, "register_hook", lambda tensor, hook: refuse("A hook is put on a tensor's gradient")
         ),
-        saving_hooks_seen(lambda: refuse("Hooks change the tensors that are saved for backward")),
-        node_hooks_seen(lambda node: refuse(f"A hook changes gradients where {node.name()} computes them")),
+        replaced(BackwardHook, "__init__", of_module),
+        replaced(nn.Module, "_maybe_warn_non_full_backward_hook", of_module),
+        replaced(_torch._C._autograd, "_push_saved_tensors_default_hooks", pushing),
     ):
         yield
 

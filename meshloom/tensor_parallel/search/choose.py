@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,6 @@ __all__ = [
     "digest_of_choice",
     "numbers_of_choice",
     "rates_for",
-    "reshards_of",
 ]
 
 
@@ -201,17 +200,6 @@ def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> Div
         choice.input_placements, resized.input_placements
     )
     return resized if same else None
-
-
-def reshards_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placement]]:
-    """All reshards of a choice: (value, from, to), each once."""
-    seen: dict[tuple[str, Placement], None] = {}
-    program = choice.layout.program
-    for node in program.nodes:
-        for ref, wanted in zip(node.operands(), choice.strategies[node.name].operands, strict=True):
-            if wanted != choice.placement(ref.name):
-                seen.setdefault((ref.name, wanted))
-    return [(value, choice.placement(value), wanted) for value, wanted in seen]
 
 
 def _choice(
