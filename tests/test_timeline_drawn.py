@@ -92,7 +92,7 @@ def test_boxes_are_as_wide_as_actions_took():
     lines = drawn(timeline, 200)
     assert (
         lines[0]
-        == "on paper of dp=1,pp=4: 1f1b, 4 stages on 4 ranks, 8 microbatches; 43.2 ms from the first forward to the last backward"
+        == "on paper of dp=1,pp=4: 1f1b, 4 stages on 4 ranks, 8 microbatches; 41.9 ms from the first forward to the last backward"
     )
     for row, line in zip(timeline.rows, rows_of(lines), strict=True):
         cells = line[20:-27]

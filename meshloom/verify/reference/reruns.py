@@ -107,11 +107,6 @@ def loss_effect(reference: Reference) -> float:
     return max(abs(each - means[0]) if math.isfinite(each) else 0.0 for each in means)
 
 
-def _is_whole(plan: Plan) -> bool:
-    """Whether operators are of whole chunks."""
-    return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
-
-
 def _is_in_order(plan: Plan) -> bool:
     """Whether operators are of whole chunks, and in one device's order, so that equal values are rounded to equal ones."""
     return not rounds_partial_sums(plan) and plan.pp == 1
