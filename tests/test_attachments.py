@@ -67,7 +67,19 @@ def unnormed() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 5))
 
 
-JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None)
+def over_pairs(model: nn.Module, batch: Any) -> Tensor:
+    """It compares each sample with all of the batch."""
+    rows = model(batch["x"])
+    return (rows @ ml.gather(rows).T).square().mean()
+
+
+def of_each(model: nn.Module, batch: Any) -> Tensor:
+    """The same without."""
+    rows = model(batch["x"])
+    return (rows @ rows.T).square().mean()
+
+
+JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None, loss=class_loss)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
     "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py"}),
     "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
@@ -77,6 +89,10 @@ CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
         | {"core/device/readback.py", "replica/replica_state.py"},  # what is noted of them
     ),
     "generators": (replace(JOB, model=Noisy), replace(JOB, model=Plain), "dp=2", {"core/modules/own_generators.py"}),
+    "gathered rows": (
+        replace(JOB, loss=over_pairs), replace(JOB, loss=of_each), "dp=2",
+        {"core/moments/gather.py", "replica/exchanges/gathered_rows.py", "telemetry/traffic.py", "loops/means.py", "loops/ranks.py"},
+    ),
     "borrowed": (
         replace(JOB, model=Tied), JOB, "pp=2,microbatches=2",
         {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py", "replica/attach.py"},
@@ -116,9 +132,7 @@ def entered_by_run(**settings: Any) -> set[str]:
     found = set[str]()
     with (
         noted(found) as noting,
-        ml.Trainer(
-            replace(JOB, loss=class_loss), "dp=2", devices="simulated", cache="off", **settings
-        ) as trainer,
+        ml.Trainer(JOB, "dp=2", devices="simulated", cache="off", **settings) as trainer,
     ):
         run = trainer.synchronous
         assert run is not None
@@ -138,7 +152,7 @@ def entered(job: Job, plan: str) -> set[str]:
     found = set[str]()
     with (
         noted(found) as noting,
-        ml.Trainer(replace(job, loss=class_loss), plan, devices="simulated", cache="off") as trainer,
+        ml.Trainer(job, plan, devices="simulated", cache="off") as trainer,
     ):
         for number, batch in enumerate(trainer.batches()):
             noting.set() if FIRST <= number <= LAST else noting.clear()

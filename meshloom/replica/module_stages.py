@@ -19,7 +19,7 @@ from meshloom.core.losses.logged import computed_with_logs
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.bilinear import bilinear_unwatched
-from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.current_step import Moment, answered_by
 from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
@@ -209,9 +209,11 @@ class ModuleStage(StageRun):
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
             entered.enter_context(of.drawing(chunk))
-            entered.enter_context(of.rows.chunk(chunk.step, chunk.batch))
+            entered.enter_context(answered_by(gather=of.rows.answer))
+            if of.rows.may_wait:
+                of.rows.begin(chunk.step, chunk.batch)
             root = self._finish(microbatch, of.computed(data))
-            self._root = of.rows.end_forward(root)
+            self._root = of.rows.end_forward(root) if of.rows.may_wait else root
             self._entered = entered.pop_all()
         return {}
 

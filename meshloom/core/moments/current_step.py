@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from meshloom.core.errors import JobError
-from meshloom.core.moments.leaf_draws import leaves_drawing
 from meshloom.core.random import python_draws_of
 
-# What answers `step()` in this thread: a function, as a loss that is being read is answered by an input of its program.
-_ANSWER: ContextVar[Callable[[], Any] | None] = ContextVar("step", default=None)
+
+class Now(NamedTuple):
+    """What the user's code is answered in this thread.
+
+    step: by `step()`: a function, as a loss that is being read is answered by an input of its program. gather: by `gather(x)`; None: whoever calls it has
+    the whole batch. leaves: the seed of the chunk that is computed, and the calls of its leaves so far.
+    """
+
+    step: Callable[[], Any] | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
+    leaves: tuple[int, Counter[str]] | None = None
+
+
+_NOW: ContextVar[Now] = ContextVar("now")
+_OUTSIDE = Now()  # of steps
 
 
 def step() -> int:
@@ -26,7 +41,7 @@ def step() -> int:
     ...     step()
     7
     """
-    answer = _ANSWER.get()
+    answer = _NOW.get(_OUTSIDE).step
     if answer is None:
         raise JobError(
             "meshloom.step() was called where no step is computed. Call it in the loss, in a module's forward or in a metric."
@@ -36,23 +51,28 @@ def step() -> int:
 
 def is_in_a_step() -> bool:
     """Whether this thread computes a step, or a metric, of a job."""
-    return _ANSWER.get() is not None
+    return _NOW.get(_OUTSIDE).step is not None
+
+
+def now() -> Now:
+    """Of this thread."""
+    return _NOW.get(_OUTSIDE)
 
 
 @contextmanager
-def answered_by(answer: Callable[[], Any]) -> Iterator[None]:
-    """A context in which this thread's `step()` returns what `answer` does."""
-    before = _ANSWER.set(answer)
+def answered_by(**answers: Any) -> Iterator[None]:
+    """A context in which this thread's code is answered so. answers: fields of `Now`; others stay."""
+    before = _NOW.set(_NOW.get(_OUTSIDE)._replace(**answers))
     try:
         yield
     finally:
-        _ANSWER.reset(before)
+        _NOW.reset(before)
 
 
 @contextmanager
 def at_step(number: int) -> Iterator[None]:
     """A context in which this thread computes step `number`."""
-    with answered_by(lambda: number):
+    with answered_by(step=lambda: number):
         yield
 
 
@@ -66,5 +86,5 @@ class Moment(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which the user's code runs at this moment."""
-        with answered_by(lambda: self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
+        with answered_by(step=lambda: self.step, leaves=(self.seed, Counter())), python_draws_of(self.seed):
             yield

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
-
-# What answers `gather` in this thread; None: whoever calls it has the whole batch.
-_ANSWER: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("gather", default=None)
+from meshloom.core.moments.current_step import now
 
 
 def gather(x: Tensor) -> Tensor:
@@ -35,18 +29,8 @@ def gather(x: Tensor) -> Tensor:
         raise JobError(
             f"meshloom.gather() takes a dense tensor whose first dim are the samples, not {_kind(x)}. Use x.unsqueeze(0) for one row, x.to_dense() for a sparse tensor."
         )
-    answer = _ANSWER.get()
+    answer = now().gather
     return x if answer is None else answer(x)
-
-
-@contextmanager
-def gathered_by(answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A context in which this thread's `gather(x)` returns what `answer` does."""
-    before = _ANSWER.set(answer)
-    try:
-        yield
-    finally:
-        _ANSWER.reset(before)
 
 
 def _kind(x: object) -> str:

@@ -7,40 +7,26 @@ the same wherever, and beside whatever else, the leaf runs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
 from meshloom.core.modules.named_leaves import is_function
+from meshloom.core.moments.current_step import answered_by, now
 from meshloom.core.random import derive, python_draws_of
-
-# The seed of the chunk that this thread computes, and the calls of its leaves so far.
-_CHUNK: ContextVar[tuple[int, Counter[str]] | None] = ContextVar("chunk", default=None)
-
-
-@contextmanager
-def leaves_drawing(seed: int) -> Iterator[None]:
-    """A context in which this thread computes a chunk of this seed."""
-    before = _CHUNK.set((seed, Counter()))
-    try:
-        yield
-    finally:
-        _CHUNK.reset(before)
 
 
 def call_of_leaf(name: str, number: int) -> AbstractContextManager[None]:
     """The context of a leaf's call of this number in a chunk; outside of a chunk, and inside of a leaf, nothing."""
-    chunk = _CHUNK.get()
+    chunk = now().leaves
     return _alone(derive(chunk[0], "leaf", name, number)) if chunk else nullcontext()
 
 
 def next_call_of(name: str) -> AbstractContextManager[None]:
     """The context of a leaf's next call in a chunk."""
-    chunk = _CHUNK.get()
+    chunk = now().leaves
     if chunk is None:
         return nullcontext()
     number = chunk[1][name]
@@ -50,12 +36,8 @@ def next_call_of(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _alone(seed: int) -> Iterator[None]:
-    before = _CHUNK.set(None)
-    try:
-        with python_draws_of(seed):
-            yield
-    finally:
-        _CHUNK.reset(before)
+    with answered_by(leaves=None), python_draws_of(seed):
+        yield
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def step_beside(tensors: Sequence[Tensor]) -> Tensor:
 def answered_by_input(tensor: Tensor) -> Iterator[None]:
     """A context in which this thread's `meshloom.step()` is an input, and Python's `min` and `max` of tensors without dims are operators."""
     with (
-        answered_by(lambda: tensor),
+        answered_by(step=lambda: tensor),
         replaced(builtins, "min", _of_tensors(min, torch.minimum, "max")),
         replaced(builtins, "max", _of_tensors(max, torch.maximum, "min")),
     ):

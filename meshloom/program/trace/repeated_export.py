@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.moments.gather import gathered_by
+from meshloom.core.moments.current_step import answered_by
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
@@ -48,7 +48,7 @@ class GatherCapturedError(CaptureError):
 @contextmanager
 def capturing(dtype: torch.dtype | None) -> Iterator[None]:
     """The context of a capture: one thread, generators restored, `dtype` the default, nothing is gathered."""
-    with one_thread(), preserved_draws(), default_precision(dtype), gathered_by(_refuse_to_gather):
+    with one_thread(), preserved_draws(), default_precision(dtype), answered_by(gather=_refuse_to_gather):
         yield
 
 

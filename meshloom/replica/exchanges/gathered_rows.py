@@ -22,7 +22,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.exchanges import EXCHANGES
-from meshloom.core.moments.gather import gathered_by
+from meshloom.core.moments.current_step import answered_by, step
 from meshloom.core.plan import Plan
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -32,6 +32,8 @@ class GatheredRows:
 
     updates: whether the rank updates parameters, as workers of an asynchronous run do not.
     meet: is called before replicas exchange something.
+    answer: of `gather` in the loss; None: this rank has the whole batch. may_wait: whether a forward may wait for other replicas: the loss calls it, or has
+    not been computed yet.
     """
 
     def __init__(self, plan: Plan, context: RankContext, *, updates: bool, meet: Callable[[], None]) -> None:
@@ -39,43 +41,37 @@ class GatheredRows:
         self._meet = meet
         self._refusal = _refusal(plan, updates=updates)
         self._is_whole = plan.num_chunks == 1 and updates  # whoever has the whole batch
-        self._gathers = True  # whether the loss calls; until it has been computed it may
+        self.may_wait = not (self._is_whole or self._refusal)
         self._step = self._batch = 0
         self._found: list[_Found] = []  # of the newest forward
         self._anchors: list[Tensor] = []
         self._expected = Traffic()
         # left out of compiled code
         outside: Any = torch.compiler.disable if plan.compiles else lambda answer: answer
-        self._answer_now: Callable[[Tensor], Tensor] = outside(self._answered_now)
+        self.answer: Callable[[Tensor], Tensor] | None = (
+            None if self._is_whole else outside(self._answered_now)
+        )
+        self._answer = self._gathered
 
-    @property
-    def _may_wait(self) -> bool:
-        """Whether a forward may wait for other replicas."""
-        return self._gathers and not (self._is_whole or self._refusal)
-
-    @contextmanager
-    def chunk(self, step: int, batch: int) -> Iterator[None]:
-        """Around a chunk's forward and backward. batch: samples of all replicas."""
+    def begin(self, step: int, batch: int) -> None:
+        """Before a forward that may wait. batch: samples of all replicas."""
         self._found, self._anchors = [], []
         self._step, self._batch = step, batch
         self._answer = self._gathered
-        with self._answered(self._answer_now):
-            yield
 
     def end_forward(self, root: Tensor) -> Tensor:
-        """The root of backward, once the loss is known. Raises `JobError` where another replica calls once more."""
+        """The root of backward of such a forward, once the loss is known. Raises `JobError` where another replica calls once more."""
         self._answer = _in_backward
-        if self._may_wait:
-            self._agree(_Call(kind=_END, step=self._step, batch=self._batch))
-            self._gathers = bool(self._found)
+        self._agree(_Call(kind=_END, step=self._step, batch=self._batch))
+        self.may_wait = bool(self._found)
         # every replica sends gradients of every call, whatever its own loss has used
         return _Anchored.apply(root, *self._anchors) if self._anchors else root
 
     def idle(self) -> None:
         """In a step in which this replica has no samples."""
-        if self._may_wait:
+        if self.may_wait:
             self._agree(_Call(kind=_EMPTY))
-            self._gathers = False
+            self.may_wait = False
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -109,7 +105,7 @@ class GatheredRows:
         if self._is_whole:
             yield
             return
-        with gathered_by(answer):
+        with answered_by(gather=answer):
             yield
 
     def _answered_now(self, x: Tensor) -> Tensor:
@@ -118,9 +114,9 @@ class GatheredRows:
     def _gathered(self, x: Tensor) -> Tensor:
         if self._refusal:
             raise PlanError(self._refusal)
-        if not self._gathers:
+        if not self.may_wait:
             raise JobError(
-                f"meshloom.gather() is called in step {self._step}, and was not when this loss was first computed, so other replicas do not wait for it. "
+                f"meshloom.gather() is called in step {step()}, and was not when this loss was first computed, so other replicas do not wait for it. "
                 "Call it in every step, and leave its result out of the loss where you do not want it."
             )
         differentiable = x.requires_grad and torch.is_grad_enabled()

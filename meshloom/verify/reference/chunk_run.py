@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ from meshloom.core.modules.own_generators import own_generators
 from meshloom.core.modules.sample_copies import copied_samples
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
-from meshloom.core.moments.current_step import at_step
-from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
+from meshloom.core.moments.current_step import answered_by, at_step
+from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
@@ -98,7 +99,7 @@ class ChunkRun:
     @contextmanager
     def leaves_of(self, seed: int) -> Iterator[None]:
         """A context in which the leaves that the job names draw for themselves, in a chunk of this seed."""
-        with leaves_drawing(seed), leaves_in(self._model, self._leaves):
+        with answered_by(leaves=(seed, Counter())), leaves_in(self._model, self._leaves):
             yield
 
     def run(

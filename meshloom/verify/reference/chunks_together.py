@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.moments.gather import gathered_by
+from meshloom.core.moments.current_step import answered_by
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.state_before import StateBefore
 
@@ -89,7 +89,7 @@ class ChunksTogether:
             yield
             return
         self._chunk = chunk
-        with gathered_by(self._whole):
+        with answered_by(gather=self._whole):
             yield
 
     def backward(self, root: Tensor) -> None:
