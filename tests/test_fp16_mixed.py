@@ -13,7 +13,8 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.losses.loss_scale import Divisor, LossScale
+from meshloom.core.losses.loss_scale import LossScale
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
 from meshloom.program.operators.partial import CrossEntropyOfPart

@@ -78,7 +78,8 @@ ORDER = [
         "telemetry",
     ],
     ["asynchronous.protocol", "clusters", "comm", "machine", "pipeline.schedules", "program.ir"],
-    ["comm.liveness", "core.device", "core.losses", "core.moments"],
+    ["core.losses"],
+    ["comm.liveness", "core.device", "core.moments"],
     ["core.modules"],
     ["core"],
 ]

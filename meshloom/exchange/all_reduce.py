@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.windows import Windows, allocation
-from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Emit, Exchange, Memory, Ownership, Ready
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer

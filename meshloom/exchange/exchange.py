@@ -23,7 +23,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.core.step_shape import StepShape
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Emit, Exchange

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.windows import separate
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.buckets.buckets import GradientBuckets
 from meshloom.exchange.buckets.scattered import ScatteredBuckets

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.core.errors import TrainingError
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.alone import Unbuffered
 from meshloom.exchange.exchange import Emit, Ownership, Ready, Slice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.alone import Unbuffered
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere

@@ -12,7 +12,6 @@ from torch import nn
 
 from meshloom.comm.rank_context import RankContext
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import INDUCTOR, draw_as_written
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
@@ -25,6 +24,10 @@ from meshloom.replica.model_state import ModelState, shown_names
 from meshloom.telemetry.traffic import ExpectedBytes
 
 _UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/contract.md)."
+
+
+# A module that is there once something has been compiled: what `torch.compile` makes draws what the code as written draws.
+_INDUCTOR = "torch._inductor.config"
 
 
 class Observer(Protocol):
@@ -173,8 +176,8 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         moment = self.moment(chunk)
         self.seed(moment)
-        if INDUCTOR in sys.modules:
-            draw_as_written()
+        if config := sys.modules.get(_INDUCTOR):
+            config.fallback_random = True  # type: ignore[attr-defined]
         around.enter_context(moment.entered())
         if observer:
             around.enter_context(observer.watch(chunk, self._model))

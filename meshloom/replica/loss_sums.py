@@ -18,8 +18,8 @@ from meshloom.core.device.readback import Readbacks
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.logged import taken_apart
-from meshloom.core.losses.loss_scale import Divisor, LossScale
-from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.losses.loss_scale import LossScale
+from meshloom.core.losses.loss_sum import Divisor, as_sum
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk

@@ -15,7 +15,7 @@ from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import Job, LossFunction, NamedParameters
-from meshloom.core.losses.logged import computed_with_logs
+from meshloom.core.losses.logged import joined
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.bilinear import bilinear_unwatched
@@ -55,9 +55,9 @@ class ModuleStages(Stages):
     def __init__(self, job: Job, plan: Plan, context: RankContext, *, updates: bool = True) -> None:
         self._job, self._plan, self._context = job, plan, context
         self.compiler = Compiler(context.device) if plan.compiles else None
-        self._loss = job.loss  # compiled, where it is
+        self.loss = job.loss  # compiled, where it is
         self._compiled_units: CompiledUnits | None = None
-        self._model: nn.Module
+        self.model: nn.Module
         self.scope: ChunkScope
         self._parameters: NamedParameters = []
         self._held: HeldParameters
@@ -73,7 +73,7 @@ class ModuleStages(Stages):
         self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
 
     def take(self, model: nn.Module, shards: Shards) -> Statistics:
-        self._model, plan = model, self._plan
+        self.model, plan = model, self._plan
         statistics = RunningStatistics(
             model, self._context.groups["dp"], num_chunks=plan.microbatches, synchronised=plan.sync_batch_norm,
             rules=self._job.buffers, compiled=plan.compiles,
@@ -88,7 +88,7 @@ class ModuleStages(Stages):
         undo = ExitStack()
         if self._plan.sync_batch_norm and self._plan.dp > 1:
             undo.enter_context(
-                synchronise_batch_norm(self._model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
+                synchronise_batch_norm(self.model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
             )  # fmt: skip
         if held.units:
             undo.enter_context(held.units.connect())
@@ -128,8 +128,8 @@ class ModuleStages(Stages):
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Sent:  # fmt: skip
-        with moment.entered(), self.rows.evaluating(), leaves_in(self._model, self._leaves):
-            take(metric(self._model, batch))
+        with moment.entered(), self.rows.evaluating(), leaves_in(self.model, self._leaves):
+            take(metric(self.model, batch))
         if self._held.units:
             self._held.units.chunk_ended()
         return {}
@@ -138,10 +138,10 @@ class ModuleStages(Stages):
         def loss_of(chunk: Chunk) -> Tensor:
             data = self.scope.data(chunk)
             with self.scope.draws(chunk), self.drawing(chunk), self.rows.again():
-                return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+                return as_sum(self._job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
 
         with self._held.computing("rerun", idle=not chunks):
-            return find_not_finite(self._model, self._held.kept().items(), chunks, loss_of)
+            return find_not_finite(self.model, self._held.kept().items(), chunks, loss_of)
 
     def expected_bytes(self) -> ExpectedBytes:
         return self.rows.expected_bytes()
@@ -151,7 +151,7 @@ class ModuleStages(Stages):
         if not (self._leaves or self._plan.keyed_draws):
             return nullcontext()
         around = ExitStack()
-        around.enter_context(leaves_in(self._model, self._leaves))
+        around.enter_context(leaves_in(self.model, self._leaves))
         if self._plan.keyed_draws:
             if not self._plan.compiles:
                 around.enter_context(uncompiled())
@@ -159,10 +159,6 @@ class ModuleStages(Stages):
             rows = self.scope.key_of(chunk)[1]
             around.enter_context(KeyedDraws(rows, compiled=self._plan.compiles))
         return around
-
-    def computed(self, data: Any) -> Any:
-        """What the loss returns for a chunk."""
-        return computed_with_logs(self._loss, self._model, data)
 
     def _run_of(self, num_chunks: int) -> PipelineRun:
         if num_chunks not in self._runs:
@@ -184,7 +180,7 @@ class ModuleStages(Stages):
             self._compiled_units = compiled
             return compiled.connect()
         if all(unit.module is None for unit in units):
-            self._loss = partial(unwatched, compiler.function(self._job.loss))
+            self.loss = partial(unwatched, compiler.function(self._job.loss))
         return nullcontext()
 
 
@@ -209,10 +205,12 @@ class ModuleStage(StageRun):
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
             entered.enter_context(of.drawing(chunk))
-            entered.enter_context(answered_by(gather=of.rows.answer))
+            logged: dict[str, Any] = {}
+            entered.enter_context(answered_by(gather=of.rows.answer, log=logged))
             if of.rows.may_wait:
                 of.rows.begin(chunk.step, chunk.batch)
-            root = self._finish(microbatch, of.computed(data))
+            returned = of.loss(of.model, data)
+            root = self._finish(microbatch, joined(returned, logged) if logged else returned)
             self._root = of.rows.end_forward(root) if of.rows.may_wait else root
             self._entered = entered.pop_all()
         return {}

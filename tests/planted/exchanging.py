@@ -9,7 +9,7 @@ from torch import Tensor
 
 import meshloom.comm.reductions
 import meshloom.exchange.sparse_gradients
-from meshloom.core.losses.loss_scale import divides
+from meshloom.core.losses.loss_sum import divides
 from meshloom.exchange.buckets.reduction import Exact
 from meshloom.exchange.server import Server
 from meshloom.parameters.pipeline_ownership import PipelineOwnership

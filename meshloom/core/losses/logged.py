@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, LossFunction
+from meshloom.core.moments.current_step import answered_by, now
 
-# What takes the values of the loss that this thread computes.
-_TAKE: ContextVar[Callable[[str, Any], None] | None] = ContextVar("log", default=None)
 # Of what a loss returned and what it logged, if it logged something: programs return both.
 _RETURNED, _LOGGED = "returned", "meshloom.log"
 
@@ -37,24 +35,22 @@ def log(name: str, value: Tensor | float) -> None:
     >>> computed_with_logs(loss, None, torch.ones(3))
     {'returned': tensor(1.), 'meshloom.log': {'largest': tensor(1.)}}
     """
-    take = _TAKE.get()
-    if take is not None:
-        take(name, value)
+    found = now().log
+    if found is not None:
+        found[_checked_name(name)] = _checked_value(name, value)
 
 
 def computed_with_logs(loss: LossFunction, model: nn.Module | None, batch: Any) -> Any:
     """What the loss returns; with what it logged, if it did."""
     found: dict[str, Any] = {}
-
-    def take(name: str, value: Any) -> None:
-        found[_checked_name(name)] = _checked_value(name, value)
-
-    token = _TAKE.set(take)
-    try:
+    with answered_by(log=found):
         returned = loss(model, batch)
-    finally:
-        _TAKE.reset(token)
-    return {_RETURNED: returned, _LOGGED: found} if found else returned
+    return joined(returned, found) if found else returned
+
+
+def joined(returned: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a loss returned, with what it logged."""
+    return {_RETURNED: returned, _LOGGED: found}
 
 
 def with_logs(job: Job) -> Job:

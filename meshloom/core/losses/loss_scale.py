@@ -15,22 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from meshloom.core.errors import CheckpointError
 
 START = 2.0**16
 GROW_AFTER = 2000  # good steps
 LEAST = 2.0**-24  # float16's smallest number: a gradient that overflows below it is infinite at any scale
-
-Divisor = (
-    float | Tensor
-)  # of gradients; a tensor [] is known to the device alone, so the host need not wait for it
-
-
-def divides(divisor: Divisor) -> bool:
-    """Whether dividing by it may change anything, as far as the host knows."""
-    return isinstance(divisor, Tensor) or divisor != 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,15 @@ from torch import Tensor
 from meshloom.core.errors import JobError
 from meshloom.core.job_functions import Loss
 
+Divisor = (
+    float | Tensor
+)  # of gradients; a tensor [] is known to the device alone, so the host need not wait for it
+
+
+def divides(divisor: Divisor) -> bool:
+    """Whether dividing by it may change anything, as far as the host knows."""
+    return isinstance(divisor, Tensor) or divisor != 1.0
+
 
 def as_sum(
     loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function"

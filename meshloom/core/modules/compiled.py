@@ -7,7 +7,6 @@ after `module.compile()`.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
@@ -52,16 +51,6 @@ def compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules whose compiled code is called."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     return [name for name, module in modules if module._compiled_call_impl is not None]
-
-
-INDUCTOR = "torch._inductor.config"  # a module that is there once something has been compiled
-
-
-def draw_as_written() -> None:
-    """What the user's `torch.compile` makes on this thread from now on draws what the code as written draws; inductor's own
-    generator would give other numbers."""
-    config: Any = sys.modules[INDUCTOR]
-    config.fallback_random = True
 
 
 def _inside(module: Any) -> nn.Module:

@@ -18,11 +18,12 @@ class Now(NamedTuple):
     """What the user's code is answered in this thread.
 
     step: by `step()`: a function, as a loss that is being read is answered by an input of its program. gather: by `gather(x)`; None: whoever calls it has
-    the whole batch. leaves: the seed of the chunk that is computed, and the calls of its leaves so far.
+    the whole batch. log: takes what `log(name, value)` is given; None: nobody. leaves: the seed of the chunk that is computed, and the calls of its leaves so far.
     """
 
     step: Callable[[], Any] | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    log: dict[str, Any] | None = None
     leaves: tuple[int, Counter[str]] | None = None
 
 

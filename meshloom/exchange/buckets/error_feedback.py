@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.flags import used_anywhere
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic

@@ -13,7 +13,7 @@ import torch
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
-from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.losses.loss_sum import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.losses.loss_sum import Divisor
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
