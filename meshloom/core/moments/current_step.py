@@ -1,4 +1,4 @@
-"""`meshloom.step()`: the number of the step whose loss is being computed."""
+"""What the user's code is answered while a step is computed: by `meshloom.step()`, the number of the step; by `gather`, `log` and leaves."""
 
 from __future__ import annotations
 
