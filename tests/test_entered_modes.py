@@ -37,7 +37,7 @@ PURPOSES = {
     "_OnCPU": "code for another device is read on the CPU",
     "_Meter": "FLOPs and bytes of operators",
     "CastWatch": "verify: which parts have a precision of their own",
-    "AlignedGradients": "verify: batch norms of one sample",
+    "SingleSamples": "verify: batch norms of one sample",
 }
 
 

@@ -369,3 +369,20 @@ def test_optional_packages_are_imported_where_they_are_used():
         if each.at_import and package in OPTIONAL and not is_for(package, path)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# What one device is computed with besides `core`: a model that is called as plans call it, and sparse buffers as constants.
+OF_THE_REFERENCE = {"meshloom.parameters.values.keyed_init", "meshloom.program.ir.sparse_constants"}
+
+
+def test_the_reference_of_verify_shares_no_code_with_what_it_checks() -> None:
+    own = ("meshloom.core", "meshloom.verify.reference")
+    wrong = [
+        f"{path}:{each.line} imports {each.module}"
+        for path in SOURCES
+        if room_at(path).startswith("verify.reference")
+        for each in imports_of(path)
+        if each.module.startswith("meshloom.") and not each.module.startswith(own)
+        if not any(each.module.startswith(known) for known in OF_THE_REFERENCE)
+    ]
+    assert not wrong, "\n".join(wrong)

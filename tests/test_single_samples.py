@@ -18,6 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.run.batch_norms import AlignedGradients, aligned
 from meshloom.program.run.execute import run_program
+from meshloom.verify.reference.observers import SingleSamples
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, images, make_job
 
@@ -62,8 +63,9 @@ def test_gradients_are_right_in_every_layout(shape: tuple[int, ...]):
     for x, gradient in itertools.product(layouts(shape), layouts(shape)):
         right = gradients(plain, x, gradient)
         found = [gradients(of_program, x, gradient)]
-        with AlignedGradients():
-            found.append(gradients(_normed, x, gradient))
+        for context in (AlignedGradients(), SingleSamples()):
+            with context:
+                found.append(gradients(_normed, x, gradient))
         for each in found:
             torch.testing.assert_close(each, right, **EXACT)
         torchs = gradients(_normed, x, gradient)

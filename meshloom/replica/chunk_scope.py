@@ -176,8 +176,9 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         moment = self.moment(chunk)
         self.seed(moment)
-        if config := sys.modules.get(_INDUCTOR):
-            config.fallback_random = True  # type: ignore[attr-defined]
+        config: Any = sys.modules.get(_INDUCTOR)
+        if config:
+            config.fallback_random = True
         around.enter_context(moment.entered())
         if observer:
             around.enter_context(observer.watch(chunk, self._model))

@@ -20,12 +20,12 @@ from meshloom.comm.objects import collect
 from meshloom.data.chunks import Chunk
 from meshloom.machine.process_memory import trim
 from meshloom.parameters.digest import digest
-from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
+from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
     ChunkRecord,
     ModuleOutput,
@@ -95,7 +95,7 @@ class StepObserver:
     def _tell(self, call: str, *arguments: Any) -> None:
         """Calls what belongs to one device on rank 0, in the precision of new tensors that it has."""
         if self._comparison is not None:
-            with default_precision(self._default):
+            with default_dtype(self._default):
                 getattr(self._comparison, call)(*arguments)
 
     def _record(self, result: StepResult) -> StepRecord:

@@ -24,18 +24,17 @@ from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
-from meshloom.program.run.batch_norms import AlignedGradients
-from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.chunks_together import ChunksTogether
 from meshloom.verify.reference.masters import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
     ModuleWatch,
+    SingleSamples,
     digest_values,
     generators_now,
 )
-from meshloom.verify.reference.other_precision import convert
+from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 # precisions of plans -> what a loss is computed under; float64 tensors are not cast
@@ -121,7 +120,7 @@ class ChunkRun:
         is_keyed = self._keyed or forward.rows is not None
         start = "" if casts is None or is_keyed else generators_now(self._device)
         with (
-            default_precision(self._dtype),
+            default_dtype(self._dtype),
             casts or nullcontext(),
             keyed if is_keyed else nullcontext(),
             at_step(step),
@@ -142,7 +141,7 @@ class ChunkRun:
             divisor = 1.0 if isinstance(returned, tuple) and not self._scale.is_used else float(batch_size)
             root = loss_sum / divisor
             root = root * self._scale.value if self._scale.is_used else root
-            with AlignedGradients() if self._aligns else nullcontext():
+            with SingleSamples() if self._aligns else nullcontext():
                 self.together.backward(root)
         # attention draws only where it has dropout
         draws = any("attention" not in str(each) for each in operations)

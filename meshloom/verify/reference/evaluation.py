@@ -22,10 +22,9 @@ from meshloom.core.random import (
     sample_seed,
     seed_everything,
 )
-from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
-from meshloom.verify.reference.other_precision import convert
+from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
 from meshloom.verify.reference.state_before import StateBefore
@@ -57,7 +56,7 @@ def evaluate(reference: Reference, updates: int, batches: int | None = None) -> 
 def _of_all(metric: Any, found: Sequence[Any], dtype: torch.dtype | None) -> float:
     """Of what a metric has given for all chunks."""
     if isinstance(metric, Metric):
-        with suppress(*CODE_ERRORS), default_precision(dtype):
+        with suppress(*CODE_ERRORS), default_dtype(dtype):
             return _computed(metric.compute, found)
         return math.nan
     total, weight = (sum(each[place] for each in found) for place in (0, 1))
@@ -98,7 +97,7 @@ def _evaluating(reference: Reference) -> Iterator[tuple[Any, StateBefore]]:
         scaled = [each for each in reference.model.modules() if getattr(each, "max_norm", None) is not None]
         tables = [(each.weight, each.weight.clone()) for each in scaled if isinstance(each.weight, Tensor)]
         try:
-            with default_precision(reference.dtype):
+            with default_dtype(reference.dtype):
                 yield dataset, before
         finally:
             before.put_back()

@@ -191,6 +191,22 @@ class CastWatch(TorchDispatchMode):
         self._seen.setdefault(cast)
 
 
+class SingleSamples(TorchDispatchMode):
+    """Around backward: right gradients of batch norm of a single sample, as plans' programs have. torch's kernel for CPUs takes a sample and its gradient
+    for alike in memory where one has its channels last and the other does not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default and _is_single(args[0], args[1]):
+            args = [*(each.contiguous() for each in args[:2]), *args[2:]]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_single(gradient: Tensor, x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.ndim > 3 and len(x) == 1 and gradient.stride() != x.stride()
+
+
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 

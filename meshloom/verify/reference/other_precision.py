@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -13,6 +14,17 @@ from torch import Tensor, nn
 
 from meshloom.program.ir.sparse_constants import keep_as_constants
 from meshloom.verify.reference.masters import ReferenceMasters
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context in which new floating-point tensors have this dtype; None changes nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

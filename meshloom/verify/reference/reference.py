@@ -25,14 +25,13 @@ from meshloom.core.moments.numerics import rounded_products
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
-from meshloom.program.trace.precision import default_precision
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
 from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
 from meshloom.verify.reference.masters import ReferenceMasters, ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
-from meshloom.verify.reference.other_precision import convert_model, most_precise
+from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.reference_optimizers import densify_gradients, made_by, needs_closure, rows_of
 from meshloom.verify.reference.samples_of_epoch import read_batches
@@ -166,7 +165,7 @@ class Reference:
         if self.job.clip_grad_norm is not None and norm is not None:
             _clip(self.updated, self.job.clip_grad_norm, norm)
         casts = list(self.casts)
-        with preserved_draws(), default_precision(self.dtype):
+        with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
         self.updated.round()
         self.model.zero_grad(set_to_none=True)
