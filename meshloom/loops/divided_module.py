@@ -35,8 +35,9 @@ from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.guarded_values import GuardedValue, check_step
 from meshloom.program.capture.guards import Guards
+from meshloom.program.capture.restored import cloned
 from meshloom.program.ir.batch_values import tensor_of
-from meshloom.program.ir.leaves import copy_of, leaves_of
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import keep_as_constants
 from meshloom.program.opaque.bound import bound
@@ -189,7 +190,7 @@ class DividedModule(AveragedExecution):
         """The first program decides what ranks keep, and all ranks make it together; further ones those of a replica."""
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
-            like = copied_batch(batch)
+            like = cloned(batch)
             with self._capturing(), forward.alone():
                 if forward not in self._statistics and check:
                     on_rank_0(self._team, lambda: check(self._copy_of_copy), CaptureError)
@@ -357,11 +358,6 @@ class _Completed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivative()
         return None, *ctx.complete(gradients)
-
-
-def copied_batch(batch: Any) -> Any:
-    leaves = leaves_of(batch)
-    return leaves.rebuild([copy_of(each) for each in leaves.tensors.values()])
 
 
 def _job(model: Callable[[], nn.Module], batch_size: int, leaves: Sequence[str | type[nn.Module]]) -> Job:

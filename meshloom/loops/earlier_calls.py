@@ -14,22 +14,26 @@ from meshloom.core.random import preserved_draws, seed_everything
 from meshloom.loops.captured_forward import CapturedForward
 from meshloom.loops.copied_module import copied
 from meshloom.loops.places import Place, get_at, set_at, where
+from meshloom.program.capture.restored import cloned
 from meshloom.program.ir.leaves import copy_of, leaves_of
 
 
 def check_earlier_calls(
-    model: nn.Module, forward: CapturedForward, batch: Any, places: Collection[Place], earlier: dict[Place, Any]
-) -> None:  # fmt: skip
+    model: nn.Module,
+    forward: CapturedForward,
+    batch: Any,
+    places: Collection[Place],
+    earlier: dict[Place, Any],
+) -> None:
     """Compares, on other inputs and parameters, a call after this one with a first call. model: stays as it is. places: that a call sets. earlier: what calls
     of other shapes have left there; has what this one leaves afterwards.
 
     Raises `CaptureError` where they differ.
     """
-    tensors = leaves_of(batch).tensors.items()
     with preserved_draws():
         first = copied(model, {})
         seed_everything(0)
-        forward(first, _rebuilt(batch, {name: copy_of(each) for name, each in tensors}))
+        forward(first, cloned(batch))
         left = {place: tree_map_only(Tensor, torch.detach, get_at(first, place)) for place in places}
         expected = _later(model, forward, batch, {})
         for found in (left, {place: earlier[place] for place in places if place in earlier}):
@@ -54,9 +58,8 @@ def _later(model: nn.Module, forward: CapturedForward, batch: Any, found: dict[P
         for parameter in later.parameters():
             parameter.mul_(0.5)
     seed_everything(1)
-    returned = forward(
-        later, _rebuilt(batch, {name: _other(each) for name, each in leaves_of(batch).tensors.items()})
-    )
+    leaves = leaves_of(batch)
+    returned = forward(later, leaves.rebuild([_other(each) for each in leaves.tensors.values()]))
     return [each.detach() for each in tree_leaves(returned) if isinstance(each, Tensor)]
 
 
@@ -68,10 +71,6 @@ def _other(tensor: Tensor) -> Tensor:
             tensor * 0.5 if tensor.is_floating_point() else tensor.flatten().roll(1).reshape(tensor.shape)
         )
     return found
-
-
-def _rebuilt(batch: Any, tensors: dict[str, Tensor]) -> Any:
-    return leaves_of(batch).rebuild(list(tensors.values()))
 
 
 def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -128,8 +128,12 @@ def left_by(
 
 
 def _left_by(
-    model: nn.Module, forward: CapturedForward, batch: Any, others: Mapping[str, str | None], known: Mapping[Place, tuple[Any, ...]]
-) -> Left:  # fmt: skip
+    model: nn.Module,
+    forward: CapturedForward,
+    batch: Any,
+    others: Mapping[str, str | None],
+    known: Mapping[Place, tuple[Any, ...]],
+) -> Left:
     leaves, mode = leaves_of(batch), fake_mode(static_shapes=True, allow_non_fake_inputs=True)
     fakes = {id(each): fake_of(each, mode) for each in (*model.parameters(), *model.buffers())}
     unread = {name: object() for name in others if name not in specialized_to(others)}

@@ -15,7 +15,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
 from meshloom.loops.call_microbatches import Microbatch, check_loss, check_rows, microbatches_of
 from meshloom.loops.captured_forward import CapturedForward, results
-from meshloom.loops.divided_module import DividedModule, copied_batch
+from meshloom.loops.divided_module import DividedModule
 from meshloom.loops.execution import StepLoss
 from meshloom.loops.part_tensor import plain
 from meshloom.loops.pipelined_call import (
@@ -28,6 +28,7 @@ from meshloom.loops.pipelined_call import (
 from meshloom.loops.taken_shares import bind, is_alike
 from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.stages.stages import Stage
+from meshloom.program.capture.restored import cloned
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 
@@ -95,7 +96,7 @@ class PipelinedModule(DividedModule):
         microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
 
         def checked(copy: Callable[[], nn.Module]) -> None:
-            check(copy, forward, copied_batch(batch), microbatches)
+            check(copy, forward, cloned(batch), microbatches)
 
         ready, left = self._ready(forward, batch, [each.batch for each in microbatches], checked)
         self._follow(forward.trained)

@@ -88,8 +88,14 @@ class DryStages:
     split: weight gradients are computed apart."""
 
     def __init__(
-        self, ranks: int = 1, rank: int = 0, *, gradients: Gradients = "stay", in_units: bool = False, split: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        ranks: int = 1,
+        rank: int = 0,
+        *,
+        gradients: Gradients = "stay",
+        in_units: bool = False,
+        split: bool = False,
+    ) -> None:
         self._group = Unheard(ranks, rank)
         self._gradients: Gradients = gradients
         self._in_units, self._split = in_units, split
@@ -185,9 +191,16 @@ class _Running:
         accumulator = DirectAccumulator(self._bucket) if gradients in ("in buckets", "add up") else None
         self._units = _CastsAnew(self._parameters.values()) if in_units else None
         self._run = ProgramStage(
-            [stage], self._parameters, buffers, lambda _: batch, finish=None if stage.outgoing else _root,
-            group=group, split=split, accumulator=accumulator, elsewhere=self._units,
-        )  # fmt: skip
+            [stage],
+            self._parameters,
+            buffers,
+            lambda _: batch,
+            finish=None if stage.outgoing else _root,
+            group=group,
+            split=split,
+            accumulator=accumulator,
+            elsewhere=self._units,
+        )
 
     def actions(self, kinds: Sequence[str], rounds: Sequence[bool]) -> Actions:
         found: dict[tuple[str, bool], DryAction] = {}
