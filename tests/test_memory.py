@@ -62,9 +62,9 @@ def read(job: Job, batches: list[Any]) -> Program:
     return capture(job, (batches[0], batches[1]))
 
 
-def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[Memory, Memory, Memory]:
+def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[Memory, Memory, Memory, int]:
     """Memory of one step of a case: predicted; measured while the program runs; measured while the module
-    runs."""
+    runs. And bytes of the buffers that it changes, of which a stage keeps a copy as its forward saw them."""
     case = case_of(name, precision)
     job = case.job(optimizer)
     generator = torch.Generator().manual_seed(0)
@@ -80,6 +80,7 @@ def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[M
         predict_memory(program, job.optimizer),
         measure_memory(by_program, [batch]),
         measure_memory(job, [batch]),
+        sum(program.buffers[name].meta.num_bytes for name in program.changing),
     )
 
 
@@ -92,12 +93,11 @@ def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision
         "bfloat16 autocast",
     ) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("torch fails: it has no recurrent layers in bfloat16 for this processor")
-    predicted, by_program, measured = predicted_and_measured(name, optimizer, precision)
+    predicted, by_program, measured, copied = predicted_and_measured(name, optimizer, precision)
     # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes
     # halve the statistics of norms.
     close = 1e-4 if precision == "float32" else 2e-3
-    # a stage keeps buffers that its forward changes as it saw them
-    assert predicted.peak == pytest.approx(by_program.peak, rel=close, abs=predicted.buffers)
+    assert predicted.peak == pytest.approx(by_program.peak + copied, rel=close)
     # The promise; docs/memory.md has the reason of the one beyond it.
     assert predicted.peak == pytest.approx(
         measured.peak, rel=0.2 if (name, precision) == ("mixtral", "bfloat16 autocast") else 0.1
