@@ -320,3 +320,28 @@ def _verified_slowly(slow: int) -> bool | None:
             patch.setattr(place, "digest", digest_late)
         report = verify(job(), Plan.parse("dp=2"), devices="cpu", quick=False)
     return report.passed if report else None
+
+
+class TwiceThroughOneLayer(nn.Module):
+    """Cut before its head, the second stage has nothing of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)))
+
+
+def test_a_stage_that_updates_nothing_waits_for_none_of_the_others():
+    """Its replicas have a copy of the parameters each, and those of the other stage one for all."""
+    tied = replace(job(), model=TwiceThroughOneLayer)
+    losses: list[float] = []
+    for plan in ("dp=1", "dp=2,pp=2,microbatches=2,cuts=head"):
+        with ml.Trainer(tied, plan, listener=QUIET, share=True) as trainer:
+            trainer.fit()
+            owned = [each.exchange.ownership.memory for each in trainer.replicas]
+            losses.append(trainer.evaluate()["loss"])
+    assert owned == ["shared", "shared", "whole", "whole"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -223,9 +223,9 @@ def show_averages(replica: Replica, averages: ParameterAverages) -> Callable[[],
 
 
 def _all_have_read(replica: Replica) -> None:
-    """Returns when no rank reads parameters any more of which replicas have one copy."""
+    """Returns when none of those that share this rank's one copy of its parameters reads it any more. Another stage's may have a copy each."""
     if replica.exchange.ownership.memory == "shared":
-        collect(replica.context.world, "has read")
+        replica.replicas.barrier().wait()
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
