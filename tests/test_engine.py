@@ -186,8 +186,8 @@ def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
 def test_many_calls_have_no_race(tmp_path: Path) -> None:
     program = build(tmp_path)
     for ranks in (3, 4, 5, 8):
-        for seed in range(1, 4):
-            stress(program, ranks, 2000, seed)
+        for seed in (1, 2):
+            stress(program, ranks, 1000, seed)
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_hostile_ranks_reach_nothing_outside_of_what_is_shared(tmp_path: Path) -
 @pytest.mark.timeout(900)
 def test_many_hostile_calls_reach_nothing_outside(tmp_path: Path) -> None:
     program = build(tmp_path, program=HOSTILE, sanitizers=ADDRESSES)
-    for seed in range(2, 8):
+    for seed in range(2, 5):
         attack(program, 100_000, seed)
 
 
