@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
+from torch import Tensor
 
-from meshloom.comm.collectives.ring import all_reduce
+from meshloom.comm.collectives.ring import ring_group
+from meshloom.comm.group import Group, Work
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import in_turns
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import share_of, split_batch
 
@@ -45,11 +50,9 @@ def batch_split() -> Page:
 
 
 def ring() -> Page:
-    """Four ranks, each tensor in four parts. What each rank's part is the sum of is computed by running the package's own moves."""
+    """Four ranks, each tensor in four parts. What each rank's part is the sum of is what the package's own ring sends."""
     ranks = 4
-    lists = [
-        all_reduce(rank, ranks, ranks, mean=False) for rank in range(ranks)
-    ]  # one element per part: send, take, send, take, ...
+    sent = _sent_around(ranks)
     held = [[{rank} for _ in range(ranks)] for rank in range(ranks)]  # [rank][part]: whose numbers are in it
     page, cell, top = Page(12.0, 4.1), 0.37, 2.9
     wide = ranks * cell + 0.13
@@ -57,14 +60,9 @@ def ring() -> Page:
         x = 0.78 + step * wide
         arriving: dict[tuple[int, int], set[int]] = {}
         if step < 2 * (ranks - 1):
-            for rank, moves in enumerate(lists):
-                sent, taken = moves[2 * step], moves[2 * step + 1]
-                assert (sent.kind, sent.peer) == ("send", (rank + 1) % ranks) and sent.start == lists[
-                    sent.peer
-                ][2 * step + 1].start
-                arriving[rank, taken.start] = held[taken.peer][taken.start] | (
-                    held[rank][taken.start] if taken.kind == "add" else set()
-                )
+            for rank in range(ranks):
+                part, owners = sent[(rank - 1) % ranks][step]
+                arriving[rank, part] = owners | (held[rank][part] if step < ranks - 1 else set())
         page.words(x + ranks * cell / 2, top + 0.3, "start" if step == 0 else f"after step {step}", size=10)
         for rank in range(ranks):
             y = top - (rank + 1) * 0.6
@@ -104,6 +102,26 @@ def ring() -> Page:
         colour=QUIET,
     )
     return page
+
+
+def _sent_around(ranks: int) -> list[list[tuple[int, set[int]]]]:
+    """[rank][step] the part that it sends in an all-reduce of one element per rank, and whose numbers are in it."""
+    sent: list[list[tuple[int, set[int]]]] = [[] for _ in range(ranks)]
+
+    def all_reduce(group: Group) -> None:
+        send = group.send
+
+        def seen(tensor: Tensor, destination: int) -> Work:
+            assert destination == (group.rank + 1) % ranks
+            owners = {rank for rank in range(ranks) if int(tensor) >> rank & 1}
+            sent[group.rank].append((int(tensor.storage_offset()), owners))
+            return send(tensor, destination)
+
+        group.send = seen
+        ring_group(group).all_reduce(torch.full((ranks,), 1 << group.rank)).wait()
+
+    in_turns([lambda group=group: all_reduce(group) for group in simulated_groups(ranks)])
+    return sent
 
 
 def promise() -> Page:
