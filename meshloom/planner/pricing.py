@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MachineError, PlanError
-from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
 from meshloom.machine.machine import Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
+from meshloom.planner.fitting import predicted_ranks
 from meshloom.planner.memory.fake_step import NeedsValuesError
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, predict_memory
@@ -124,7 +123,7 @@ class Pricer:
             self._readings.of(job.batch_size)
         except CaptureError as error:
             self.unread = str(error)
-        predicted = self._predicted(Plan())
+        predicted = self._predicted()
         self._is_predicted = predicted is not None
         self.one_device = predicted or measure_memory(job, first_batches(job, 1))
         self._speed = self._relative_speed()
@@ -197,51 +196,29 @@ class Pricer:
         return found
 
     def _memory(self, rehearsal: Rehearsal) -> int:
-        """Bytes of the rank that holds most.
-
-        For full replicas the prediction for their chunk. For shards and stages, and for exchanges that hold
-        more than buckets: what was held in the rehearsal, the batch, and one device's temporaries for such a
-        chunk, divided by tp.
-        """
+        """Bytes of the rank that holds most: predicted from the program, or where it cannot be, what was held in the rehearsal, the batch, and one
+        device's temporaries for such a chunk."""
         plan = rehearsal.ran or rehearsal.plan
-        if self._is_predicted and not plan.captures and holds_only_buckets(plan):
-            predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
-            if predicted is not None:
-                return predicted.peak
+        if self._is_predicted:
+            return max(
+                each.peak for each in predicted_ranks(self._readings, plan, one_copy=rehearsal.one_copy)
+            )
         temporaries = self.one_device.temporaries // (plan.num_chunks * plan.tp)
         state = max(each.offloaded for each in rehearsal.held)
-        temporaries = max(
-            temporaries, window_bytes(state, self._largest // plan.tp, self.one_device.optimizer_factor)
-        )
+        temporaries = max(temporaries, window_bytes(state, 0, self.one_device.optimizer_factor))
         copied = 0
-        if (
-            self._job.checkpoint == "background"
-            and plan.offload == "none"
-            and self._devices.machine.device == "cpu"
-        ):
+        if self._job.checkpoint == "background" and not state and self._devices.machine.device == "cpu":
             copied = max(copied_by(each, plan, one_copy=rehearsal.one_copy) for each in rehearsal.held)
         held = max(each.total for each in rehearsal.held) + copied
         return held + temporaries + self.one_device.batch // plan.dp
 
-    @property
-    def _largest(self) -> int:
-        """Bytes of the largest parameter; 0 where it is not known."""
-        if self.unread:
-            return 0
-        parameters = self._readings.of(self._job.batch_size).program.parameters
-        return max((each.meta.num_bytes for each in parameters.values()), default=0)
-
-    def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
-        """From shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without
-        values."""
+    def _predicted(self) -> Memory | None:
+        """Of one device, from shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without values."""
         if self.unread:
             return None
-        samples = chunk_sizes(self._job.batch_size, plan.num_chunks)[0]
         try:
             return predict_memory(
-                self._readings.of(samples).program, self._job.optimizer, microbatches=plan.microbatches,
-                dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
-                copies=self._job.checkpoint == "background", offload=plan.offload != "none",
+                self._readings.of(self._job.batch_size).program, self._job.optimizer, copies=self._job.checkpoint == "background"
             )  # fmt: skip
         except NeedsValuesError:  # then memory is measured
             return None
