@@ -231,6 +231,7 @@ def adopt(folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_of_two_files_whose_loss_is_a_sum(tmp_path: Path):
     (tmp_path / "engine").mkdir()
     files = {

@@ -142,7 +142,8 @@ def check(seen: Seen) -> None:
     assert len(attributes) <= MOST_ATTRIBUTES, attributes
 
 
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_run_of_programs_enters_few_modes_and_replaces_little(seen: Seen, plan: str) -> None:
     with Trainer(job_of(seen), Plan.parse(plan), devices="simulated") as trainer:
         trainer.fit()
@@ -150,6 +151,7 @@ def test_a_run_of_programs_enters_few_modes_and_replaces_little(seen: Seen, plan
     assert seen.modes and seen.of_torch()
 
 
+@pytest.mark.long
 def test_a_run_under_dp_enters_no_mode(seen: Seen) -> None:
     with Trainer(job_of(seen), Plan.parse("dp=2"), devices="simulated") as trainer:
         trainer.fit()

@@ -124,6 +124,7 @@ def calls_of(program: Any) -> list[Any]:
 # 1
 
 
+@pytest.mark.long
 def test_a_call_is_one_operator_of_a_program_and_the_function_elsewhere() -> None:
     layers, x, lengths = (
         nn.GRU(WIDTH, WIDTH, batch_first=True),
@@ -139,7 +140,7 @@ def test_a_call_is_one_operator_of_a_program_and_the_function_elsewhere() -> Non
 @pytest.mark.parametrize(
     "plan",
     [
-        "tp=2",
+        pytest.param("tp=2", marks=pytest.mark.slow),
         pytest.param("pp=2,microbatches=2,schedule=zb-h1", marks=pytest.mark.slow),
         pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
@@ -154,6 +155,7 @@ def test_it_equals_one_device(plan: str) -> None:
 # 2
 
 
+@pytest.mark.long
 def test_arguments_and_results_are_tensors_modules_plain_values_and_structures_of_them() -> None:
     def both(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         value, more = largest(x, factor=0.5)
@@ -201,6 +203,7 @@ class Methods(Net):
         self.parts = nn.ModuleList(Method() for _ in range(2))
 
 
+@pytest.mark.long
 def test_self_is_a_module_among_the_arguments() -> None:
     job = Job(model=Methods, loss=loss, optimizer=torch.optim.SGD, data=data, batch_size=8, steps=3)
     program = CapturedLoss(job).capture(first_batches(job, 2, 8))
@@ -244,6 +247,7 @@ def test_a_tensor_with_a_gradient_that_is_reached_otherwise_is_refused() -> None
 # 4
 
 
+@pytest.mark.long
 def test_a_function_inside_of_another_closes_over_plain_values_only() -> None:
     factor = 0.5
 
@@ -333,6 +337,7 @@ def test_keeping_a_tensor_with_a_gradient_is_refused() -> None:
     refused(lambda net, x, batch: puts(net, x), "it keeps a tensor in the attribute side; return it")
 
 
+@pytest.mark.slow
 def test_a_result_that_is_an_argument_is_a_copy() -> None:
     def call(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return viewed(x).mul(2) + x

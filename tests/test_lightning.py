@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 import meshloom as ml
 from meshloom.core.errors import JobError, MeshloomError, PlanError
+from tests.covering import slow
 from tests.lightning_cases import CASES, Classifier, all_cases, begin, loaders, resumed, saved, trainer
 from tests.processes import on_ranks
 
@@ -63,7 +64,7 @@ def test_a_plan_gives_what_the_library_gives_in_one_process(plan: str, alone: di
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("plan", [slow("tp=2"), "dp=2,zero=3"])
 def test_a_checkpoint_of_a_plan_is_read_by_the_library_alone_and_under_another_plan(
     plan: str, tmp_path: Path
 ):

@@ -15,6 +15,7 @@ from meshloom.core.modules.own_generators import OwnGenerator, drawing_modules, 
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import slow
 from tests.jobs_in_memory import job_of, normal, sgd
 
 
@@ -89,7 +90,9 @@ def test_evaluations_draw_alike_under_every_plan(plan: str):
     assert any("evaluation" in each.what for each in report.between)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2", slow("tp=2"), "pp=2,microbatches=2", slow("dp=2,zero=3,microbatches=2")]
+)
 @pytest.mark.usefixtures("silent_export", "dear_memory")
 @pytest.mark.long
 def test_a_job_equals_one_device(plan: str):

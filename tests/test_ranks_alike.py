@@ -126,6 +126,7 @@ def test_a_rate_that_differs_from_the_start_is_seen_before_the_first_step():
 
 
 @pytest.mark.parametrize("plan", [each for each in PLANS if each != "dp=2,tp=2"])
+@pytest.mark.covering("dp=2", "dp=3,microbatches=2", "tp=3", "local_sgd")
 @pytest.mark.long
 def test_comparing_rates_adds_no_exchange_but_one_of_8_bytes_along_tp(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

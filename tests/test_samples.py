@@ -15,6 +15,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.verify.run import verify
+from tests.covering import slow
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -59,7 +60,9 @@ def test_an_epoch_of_fewer_samples_than_a_batch_repeats_them(make: Any):
     )
 
 
-@pytest.mark.parametrize("plan", ["tp=2,tp_placements=first:column+second:row", "pp=2", "recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["pp=2", *map(slow, ("tp=2,tp_placements=first:column+second:row", "recompute=full"))]
+)
 @pytest.mark.long
 def test_fewer_samples_than_a_batch_train_where_losses_are_captured(plan: str):
     job = make_job("mlp", "sgd", data=lambda: vectors(5))

@@ -63,12 +63,14 @@ def test_the_rate_of_the_first_group_for_all(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_rightly_kept_checkpoints_are_a_line():
     report = verified(kept())
     assert report.passed and "Which of 4 checkpoints are kept: equal" in lines_of(report)
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_one_checkpoint_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     right: Any = saving._commit  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(saving, "_commit", lambda *given: right(*given[:4], given[4] + 1, given[5]))
@@ -83,6 +85,7 @@ def test_the_oldest_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_best_is_the_newest(monkeypatch: pytest.MonkeyPatch):
     def after(self: BestMetric, step: int, metrics: dict[str, float]) -> BestMetric:
         return replace(self, value=metrics[self.metric], step=step, waited=0)

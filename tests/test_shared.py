@@ -25,7 +25,7 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
-from tests.covering import few
+from tests.covering import few, slow
 from tests.jobs import MLP, make_job
 
 pytestmark = (
@@ -200,7 +200,7 @@ def writing_job(change: Callable[[Tensor], Any]) -> Job:
 
 @pytest.mark.parametrize(
     "change",
-    [_scale, lambda weight: weight.data.clamp_(-0.1, 0.1), lambda weight: weight.data.neg_()],
+    [_scale, slow(lambda weight: weight.data.clamp_(-0.1, 0.1)), slow(lambda weight: weight.data.neg_())],
     ids=["no_grad", "clamp", "sign"],
 )
 @pytest.mark.long

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
+from tests.covering import slow
 from tests.opaque_jobs import LENGTH, WIDTH, Net, job_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
@@ -52,7 +53,7 @@ def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:
     assert report and report.passed
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", slow("pp=2,tp=2")])
 def test_features_that_a_hook_leaves_are_read(plan: str) -> None:
     job = job_of(with_features, loss=of_features)
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)

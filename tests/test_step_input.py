@@ -21,6 +21,7 @@ from meshloom.program.ir.step_input import STEP
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import slow
 from tests.jobs import make_job
 
 pytestmark = pytest.mark.usefixtures("silent_export")
@@ -58,7 +59,7 @@ def losses(job: Job, plan: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "plan",
-    ["tp=2", *(pytest.param(each, marks=pytest.mark.long) for each in ("pp=2", "dp=2,recompute=full"))],
+    [pytest.param("tp=2", marks=pytest.mark.long), *map(slow, ("pp=2", "dp=2,recompute=full"))],
 )
 def test_every_step_has_its_own_number(plan: str) -> None:
     # rounding: Python computes what is beside it in doubles, and so does the input

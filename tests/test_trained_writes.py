@@ -18,7 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.covering import few
+from tests.covering import few, slow
 from tests.jobs import class_loss
 from tests.jobs_in_memory import integers, job_of, normal
 
@@ -80,7 +80,7 @@ LEAF = {"leaves": [Masked]}
 
 @pytest.mark.parametrize(
     ("plan", "settings"),
-    [("dp=2", {}), ("tp=2", LEAF), pytest.param("pp=2,microbatches=2", {}, marks=pytest.mark.slow)],
+    [slow("dp=2", {}), ("tp=2", LEAF), pytest.param("pp=2,microbatches=2", {}, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("write", few([assigned, multiplied, clamped], 1, pytest.mark.slow))
 @pytest.mark.long
