@@ -122,7 +122,7 @@ class Parallel(_AnyTrainer):
 
     def _count_of(self, inputs: Any) -> int:
         taken, count = bind(dict(inputs)), self.loss_count(inputs)
-        samples = taken.sizes[taken.replica] if taken else 1
+        samples = int(taken.sizes[taken.replica]) if taken else 1
         return samples if count is None or not samples else int(count)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from meshloom.core.errors import CODE_ERRORS, CaptureError, first_line
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.call_weight import counts
 from meshloom.loops.captured_forward import CapturedForward, results
 from meshloom.loops.execution import Cutting
 from meshloom.program.ir.leaves import leaves_of
@@ -23,18 +24,23 @@ WAY_OUT = (
 )
 
 
-class Microbatch:
-    """Some rows of a call's inputs, whose tensors are leaves of its graph."""
+Say = Callable[[Mapping[str, Any]], float | None]
 
-    def __init__(self, batch: Mapping[str, Any], rows: int) -> None:
-        self.batch, self.leaves, self.rows = batch, leaves_of(batch), rows
+
+class Microbatch:
+    """Some rows of a call's inputs, whose tensors are leaves of its graph. share: what its results count in a mean over the call's microbatches;
+    by_rows: as its rows do."""
+
+    def __init__(self, batch: Mapping[str, Any], rows: int, share: float = 1.0, *, by_rows: bool = True) -> None:
+        self.batch, self.leaves, self.rows, self.share, self.by_rows = batch, leaves_of(batch), rows, share, by_rows
 
 
 def microbatches_of(
-    batch: Mapping[str, Any], count: int, dims: Mapping[str, Cutting]
+    batch: Mapping[str, Any], count: int, dims: Mapping[str, Cutting], say: Say = lambda part: None
 ) -> tuple[list[Microbatch], dict[str, int]]:
     """The inputs in parts, as many as there are rows for, and along which dim each tensor is cut. dims: of inputs by name, None: all
-    microbatches have the whole, "part": of a number, each has its rows' part; others are cut along dim 0.
+    microbatches have the whole, "part": of a number, each has its share; others are cut along dim 0. say: what one counts, given its inputs, with
+    such numbers whole; None: its rows. Raises `CaptureError` for inputs of different lengths, `TrainingError` as `counts`.
 
     >>> parts, _ = microbatches_of({"x": torch.ones(5, 2), "scale": 3.0}, 2, {})
     >>> [each.rows for each in parts], parts[1].leaves.tensors["x"].shape
@@ -59,13 +65,18 @@ def microbatches_of(
         )
     rows = chunk_sizes(sizes[first], min(count, sizes[first]))
     cut = {name: leaves.tensors[name].split(rows, dim) for name, dim in along.items()}
-    found: list[Microbatch] = []
-    for number, size in enumerate(rows):
-        parts = [
-            cut[name][number].contiguous() if name in cut else each * (size / sum(rows)) if cuts[name] == "part" else each
+
+    def part(number: int, share: float = 1.0) -> Mapping[str, Any]:
+        values = [
+            cut[name][number].contiguous() if name in cut else each * share if cuts[name] == "part" else each
             for name, each in leaves.tensors.items()
-        ]  # fmt: skip
-        found.append(Microbatch(leaves.rebuild(_leaves_of_a_graph(parts)), size))
+        ]
+        return leaves.rebuild(_leaves_of_a_graph(values))
+
+    said = [say(part(number)) for number in range(len(rows))] if len(rows) > 1 else [None]
+    counted = counts(said, rows, "microbatch")
+    shares = [each / sum(counted) for each in counted]
+    found = [Microbatch(part(at, shares[at]), size, shares[at], by_rows=counted is rows) for at, size in enumerate(rows)]
     return found, along
 
 
@@ -103,14 +114,22 @@ def check_rows(
         ) from error
     for at, result in enumerate(whole):
         of_parts = [each[at] for each in parts]
-        joined = joined_result(of_parts, rows)
+        joined = joined_result(of_parts, microbatches)
         if joined is None or joined.shape != result.shape:
             found = "cannot be joined" if joined is None else f"have shape {list(joined.shape)}, joined"
             raise CaptureError(
                 f"A pipeline cuts the inputs of a call. Result {at} of the forward has shape {list(result.shape)}, and those of {len(rows)} microbatches {found}. "
                 + WAY_OUT
             )
-        if not draws and is_joined([each.shape for each in of_parts], rows) and _differ(joined, result):
+        if draws:
+            continue
+        if not is_joined([each.shape for each in of_parts], rows):
+            if not microbatches[0].by_rows and _differ(joined, result, _rounding(result, forward), of_parts):
+                raise CaptureError(
+                    f"Result {at} of the forward is {_number(result)}, and the mean over {len(rows)} microbatches by what parallel(weight=...) counts in them is "
+                    f"{_number(joined)}. Let it count what the result is a mean over, or use microbatches=1."
+                )
+        elif _differ(joined, result):
             raise CaptureError(
                 f"A pipeline cuts the inputs of a call, and their rows depend on each other: result {at} is another one for {len(rows)} microbatches, joined. "
                 + WAY_OUT
@@ -129,8 +148,7 @@ def check_loss(
     sums = [_mean_of(forward(model, each.batch), each.rows) for each in microbatches]
     values, weights = (torch.stack(each).double() for each in zip(*sums, strict=True))
     mean = (values * weights).sum() / weights.sum()
-    rounding = 1e-4 if whole.dtype.itemsize > 2 and not forward.autocast else 1e-2
-    if float((mean - whole).abs()) > rounding * float(values.abs().max()):
+    if _differ(mean, whole, _rounding(whole, forward), [values]):
         raise CaptureError(
             f"A pipeline cuts the batch, and its loss is {float(whole):.6g} where the mean over {len(sums)} microbatches is {float(mean):.6g}. If it is a mean over "
             "something else than samples, such as tokens, return the sum and what it counts, (sum, count); if samples depend on each other, use microbatches=1."
@@ -143,23 +161,32 @@ def _mean_of(returned: Any, rows: int) -> tuple[Tensor, Tensor]:
     return value.detach() / weight, torch.as_tensor(weight, device=value.device)
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """By far more than rounding."""
+def _rounding(mean: Tensor, forward: CapturedForward) -> float:
+    """More than that of a mean, and less than what another mean differs by."""
+    return 1e-4 if mean.dtype.itemsize > 2 and not forward.autocast else 1e-2
+
+
+def _number(result: Tensor) -> str:
+    return f"{float(result):.6g}" if result.numel() == 1 else "another one"
+
+
+def _differ(one: Tensor, other: Tensor, rounding: float = 1e-2, of: Sequence[Tensor] = ()) -> bool:
+    """By far more than rounding, a part of the largest of these; without them, of `other`."""
     if not one.numel():
         return False
-    a, b = (each.double().nan_to_num() for each in (one, other))
-    return float((a - b).abs().max()) > 1e-2 * float(b.abs().max())
+    a, b, *larger = (each.double().nan_to_num() for each in (one, other, *of))
+    return float((a - b).abs().max()) > rounding * max(float(each.abs().max()) for each in larger or [b])
 
 
-def joined_result(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
-    """One result of all microbatches, of those of each: their rows, or their mean by rows; None: there is neither."""
-    if is_joined([each.shape for each in parts], rows):
+def joined_result(parts: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Tensor | None:
+    """One result of all microbatches, of those of each: their rows, or their mean by what each counts; None: there is neither."""
+    if is_joined([each.shape for each in parts], [each.rows for each in microbatches]):
         return torch.cat(list(parts))
     if len(parts) == 1:
         return parts[0].clone()
     if any(each.shape != parts[0].shape for each in parts) or not parts[0].is_floating_point():
         return None
-    return torch.stack([part * (size / sum(rows)) for part, size in zip(parts, rows, strict=True)]).sum(0)
+    return torch.stack([part * each.share for part, each in zip(parts, microbatches, strict=True)]).sum(0)
 
 
 def is_joined(shapes: Sequence[tuple[int, ...]], rows: Sequence[int]) -> bool:

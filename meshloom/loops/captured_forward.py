@@ -49,9 +49,13 @@ class CapturedForward:
         return tree_map(_kept, returned)
 
     def _called(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        args, named = self.arguments(batch)
+        return (model if self.method == "forward" else getattr(model, self.method))(*args, **named)
+
+    def arguments(self, batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The inputs as a call gets them. batch: by name."""
         named = {name: value for name, value in batch.items() if name not in self.positional}
-        compute = model if self.method == "forward" else getattr(model, self.method)
-        return compute(*(batch[name] for name in self.positional), **named)
+        return [batch[name] for name in self.positional], named
 
     def alone(self) -> ExitStack:
         """A context for captures: in none of the regions around the call but those that it enters itself, with gradients."""

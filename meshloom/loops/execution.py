@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from meshloom.core.job import LossFunction
+from meshloom.loops.call_weight import Weight
 
 Cutting = int | Literal["part"] | None  # of an input, as of `parallel`
 
@@ -24,9 +25,10 @@ class StepLoss(NamedTuple):
 
 class Execution(ABC):
     """Of one parallel module on one rank. Every rank of a replica makes the same calls with the same inputs; ranks of other
-    replicas the same calls with their own. running: a call of the module, within which others run as written."""
+    replicas the same calls with their own. running: a call of the module, within which others run as written. weight: as of `parallel`."""
 
     running = False
+    weight: Weight | None = None
 
     @abstractmethod
     def call(

@@ -121,7 +121,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: LoopRanks, by_samples: bool) -> Tensor:
         counted, ctx.factor = _factors(found, by_samples=by_samples)
-        parts = _all_gathered(found.own.statistics, x.reshape(1, -1))
+        parts = all_gathered(found.own.statistics, x.reshape(1, -1))
         dtype = x.dtype if x.is_floating_point() or not by_samples else torch.get_default_dtype()
         total = torch.zeros_like(parts[0], dtype=dtype)
         for each, factor in zip(parts, counted, strict=True):
@@ -141,7 +141,7 @@ class _GatheredRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, found: LoopRanks) -> Tensor:
         ctx.found, ctx.share, ctx.rows = found, _share(found), len(x)
         group, rows = found.own.statistics, x if _counts(found) else x[:0]
-        ctx.sizes = _all_gathered(group, torch.tensor([[len(rows)]], device=x.device)).flatten().tolist()
+        ctx.sizes = all_gathered(group, torch.tensor([[len(rows)]], device=x.device)).flatten().tolist()
         return joined_rows(rows.detach(), ctx.sizes, group)
 
     @staticmethod
@@ -153,7 +153,7 @@ class _GatheredRows(torch.autograd.Function):
         return own * (total / mine), None
 
 
-def _all_gathered(group: RecordedGroup, row: Tensor) -> Tensor:
+def all_gathered(group: RecordedGroup, row: Tensor) -> Tensor:
     """The [1, n] of every replica as [replicas, n]."""
     sent = row.detach().contiguous().clone()
     everyone = sent.new_empty(group.size * sent.numel())

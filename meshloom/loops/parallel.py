@@ -19,6 +19,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
+from meshloom.loops.call_weight import Weight, counted
 from meshloom.loops.execution import Cutting, Execution, StepLoss
 from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
@@ -34,7 +35,7 @@ _HELD = "_meshloom_execution"  # in a module's __dict__
 
 def parallel(
     module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None,
-    batch: Mapping[str, Cutting] | None = None, methods: Sequence[str] = (), divide: Sequence[str] | None = None,
+    batch: Mapping[str, Cutting] | None = None, methods: Sequence[str] = (), divide: Sequence[str] | None = None, weight: Weight | None = None,
 ) -> M:  # fmt: skip
     """Make `module` compute on many devices, in place, and return it.
 
@@ -48,6 +49,9 @@ def parallel(
     the batch (0 for others); None: whole in each; "part": a number of the whole batch, of which each has its rows' part, such as a count that the
     forward divides by. methods: names of other methods that train, whose calls are as the module's own. divide: where tp and pp divide not the module
     itself but modules within it, their names, or "outermost" for those that are called outermost; the rest runs as written, whole on every rank.
+    weight: where losses are means over something else than samples, such as tokens: a function that gets what a call gets and returns how many there are,
+    a number above 0 or a tensor without dims (None: samples). Replicas' gradients and `ml.mean` count by it, and so do microbatches, of which pp joins
+    results without rows by their mean.
 
     Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
     """
@@ -58,6 +62,12 @@ def parallel(
         _check(module)
         start_alike(module, found)
         execution = _execution(module, found, leaves, buffers or {}, batch or {}, divide)
+        if weight and divide is not None and found.plan.pp > 1 and found.plan.microbatches > 1:
+            raise JobError(
+                f"parallel(weight=..., divide=...) under {found.plan}: the weight is of the module's own call, and a pipeline cuts those of modules within it. Leave "
+                "one of them out, or use microbatches=1."
+            )
+        execution.weight = weight
         _take_calls(module, execution, methods)
         agreement_of(found).watch(module, execution)
     _MADE.append(weakref.ref(module))
@@ -189,7 +199,8 @@ def _called(
         agreement_of(ranks()).called(type(module).__name__, (args, kwargs))
     execution.running = True
     try:
-        return execution.call(written, args, kwargs, method)
+        with counted(execution.weight, ranks(), args, kwargs):
+            return execution.call(written, args, kwargs, method)
     finally:
         execution.running = False
 

@@ -165,14 +165,14 @@ class PipelinedCall:
 
     def _everywhere(self, at: int, produced: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
         metas = [each[at] for each in self._results]
-        rows = [each.rows for each in self._microbatches]
         if self._joined[at]:
             shape = (sum(each.shape[0] for each in metas), *metas[0].shape[1:])
         else:
             shape = metas[0].shape
         if not produced:
             return self._run.everywhere(torch.empty(shape, dtype=metas[0].dtype, device=self._run.device))
-        found = joined_result([produced[number][_result(at)] for number in range(len(rows))], rows)
+        parts = [produced[number][_result(at)] for number in range(len(self._microbatches))]
+        found = joined_result(parts, self._microbatches)
         assert found is not None, "the forward was compared so"
         return self._run.everywhere(found.contiguous())
 
@@ -181,8 +181,7 @@ class PipelinedCall:
         metas = [each[at] for each in self._results]
         if self._joined[at]:
             return gradient.split([each.shape[0] for each in metas])[number]
-        rows = [each.rows for each in self._microbatches]
-        return gradient * (rows[number] / sum(rows))
+        return gradient * self._microbatches[number].share
 
 
 class PipelinedStep:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
 from meshloom.loops.call_microbatches import Microbatch, check_loss, check_rows, microbatches_of
+from meshloom.loops.call_weight import said_of
 from meshloom.loops.captured_forward import CapturedForward, results
 from meshloom.loops.divided_module import DividedModule
 from meshloom.loops.execution import StepLoss
@@ -48,11 +49,13 @@ class PipelinedModule(DividedModule):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._means = False  # whether that results are such is said
+        self._said = False  # how results without rows are joined
         self._losses: dict[Any, LossFunction] = {}  # by their lines
 
     def step(self, loss: LossFunction, batch: Any) -> StepLoss:
         """Of a loss of the module and a batch. What has a gradient has it when autograd comes to the result."""
+        if self.weight is not None:
+            raise JobError("The loss of ml.train_step() says itself what it counts, as (sum, count). Leave parallel(weight=...) out.")
         self._check_loss(loss)
         share, forward = bind(batch), self._forward((), batch, loss)
         call = self._begun(forward, batch, check_loss)
@@ -73,14 +76,21 @@ class PipelinedModule(DividedModule):
     def _run(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
         call = self._begun(forward, batch, check_rows)
         made = PipelinedCall(call.microbatches, call.run)
-        if made.has_means and not self._means:
-            self._means = True
-            self._notes.append(
-                f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
-            )
+        self._note(call.microbatches, has_means=made.has_means)
         values = call.apply(made)
         self._end(forward, batch, call)
         return results(values, call.run.stages[0][call.run.last].returned)
+
+    def _note(self, microbatches: Sequence[Microbatch], *, has_means: bool) -> None:
+        name, plan, by_rows = type(self._module).__name__, self._ranks.plan, microbatches[0].by_rows
+        note = ""
+        if has_means and by_rows:
+            note = f"Results of {name} without a row for each of its inputs are means over microbatches, by rows; parallel(weight=...) takes others."
+        elif not has_means and not by_rows and plan.dp == 1:
+            note = f"Each result of {name} has a row for each of its inputs: parallel(weight=...) changes nothing under {plan}."
+        if note and not self._said:
+            self._said = True
+            self._notes.append(note)
 
     def _check_loss(self, loss: LossFunction) -> None:
         """Raises `JobError` where it is new in each step."""
@@ -93,7 +103,10 @@ class PipelinedModule(DividedModule):
 
     def _begun(self, forward: CapturedForward, batch: Any, check: Callable[..., None]) -> _Call:
         """The call's microbatches and stages. check: of copies of the whole module, before a forward's first capture."""
-        microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
+        def say(part: Mapping[str, Any]) -> float | None:
+            return None if self.weight is None else said_of(self.weight, *forward.arguments(part))
+
+        microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch, say)
 
         def checked(copy: Callable[[], nn.Module]) -> None:
             check(copy, forward, cloned(batch), microbatches)

@@ -19,23 +19,23 @@ from meshloom.parameters.digest import digest
 
 
 class TakenShare(NamedTuple):
-    """sizes: samples of each replica that count. replica: whose share it is.
+    """sizes: samples of each replica that count, or what counts in their place (`counted_as`). replica: whose share it is.
 
     A replica whose size is 0 has one sample all the same, which counts nothing: no share is empty.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[float, ...]
     replica: int
 
     @property
     def start(self) -> int:
         """The first row of the global batch that is this replica's."""
-        return sum(self.sizes[: self.replica])
+        return int(sum(self.sizes[: self.replica]))
 
     @property
     def rows(self) -> int:
         """Samples that the script has, of which none may count."""
-        return self.sizes[self.replica] or 1
+        return int(self.sizes[self.replica]) or 1
 
     @property
     def is_even(self) -> bool:
