@@ -331,6 +331,32 @@ def closure() -> list[Any]:
 
 
 @case
+def optimizers_of_whole_parameters() -> list[Any]:
+    model = made()
+    muon = torch.optim.Muon([each for each in model.parameters() if each.dim() == 2], lr=0.1)
+    model = ml.parallel(model)
+    muon = ml.whole(muon)
+    scheduler = torch.optim.lr_scheduler.StepLR(muon, 2)
+    lbfgs = ml.whole(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe"))
+    seen = list[Any]()
+    for x, y in batches():
+
+        def evaluate(x: Tensor = x, y: Tensor = y) -> Tensor:
+            lbfgs.zero_grad()
+            loss = entropy(model, x, y)
+            loss.backward()
+            return loss
+
+        seen.append(lbfgs.step(evaluate).detach())
+        entropy(model, x, y).backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        muon.step()
+        scheduler.step()
+        muon.load_state_dict(copy.deepcopy(muon.state_dict()))
+    return [*seen, size_of(model)]
+
+
+@case
 def frozen_added_averaged_copied() -> list[Any]:
     torch.manual_seed(3)
     model = ml.parallel(Counted().to(F64))

@@ -250,7 +250,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused(name: str, make: Call
         return str(error.value)
 
     assert on_simulated(2, rank_steps)[0].startswith(
-        f"{name} looks at whole parameters, and this rank has parts"
+        f"{name} looks at whole parameters, and this rank has parts of them. Write optimizer = ml.whole(optimizer)"
     )
 
 

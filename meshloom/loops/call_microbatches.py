@@ -31,8 +31,11 @@ class Microbatch:
     """Some rows of a call's inputs, whose tensors are leaves of its graph. share: what its results count in a mean over the call's microbatches;
     by_rows: as its rows do."""
 
-    def __init__(self, batch: Mapping[str, Any], rows: int, share: float = 1.0, *, by_rows: bool = True) -> None:
-        self.batch, self.leaves, self.rows, self.share, self.by_rows = batch, leaves_of(batch), rows, share, by_rows
+    def __init__(
+        self, batch: Mapping[str, Any], rows: int, share: float = 1.0, *, by_rows: bool = True
+    ) -> None:
+        self.batch, self.leaves, self.rows = batch, leaves_of(batch), rows
+        self.share, self.by_rows = share, by_rows
 
 
 def microbatches_of(
@@ -76,7 +79,10 @@ def microbatches_of(
     said = [say(part(number)) for number in range(len(rows))] if len(rows) > 1 else [None]
     counted = counts(said, rows, "microbatch")
     shares = [each / sum(counted) for each in counted]
-    found = [Microbatch(part(at, shares[at]), size, shares[at], by_rows=counted is rows) for at, size in enumerate(rows)]
+    found = [
+        Microbatch(part(at, shares[at]), size, shares[at], by_rows=counted is rows)
+        for at, size in enumerate(rows)
+    ]
     return found, along
 
 

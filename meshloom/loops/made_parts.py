@@ -48,8 +48,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raises `PartError` for one that looks at whole parameters and has parts."""
     if isinstance(optimizer, _WHOLE) and any(isinstance(each, PartTensor) for each in _updated_by(optimizer)):
         raise PartError(
-            f"{type(optimizer).__name__} looks at whole parameters, and this rank has parts of them. Use a plan with dp alone, or an optimizer that updates each "
-            "element by itself (AdamW, SGD)."
+            f"{type(optimizer).__name__} looks at whole parameters, and this rank has parts of them. Write optimizer = ml.whole(optimizer), "
+            "which has them whole in its steps."
         )
 
 

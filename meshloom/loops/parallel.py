@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
+from torch.optim import Optimizer
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError
@@ -27,6 +28,7 @@ from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks
 from meshloom.loops.start_values import start_alike
+from meshloom.loops.whole_steps import Stepping, with_whole_steps
 
 M = TypeVar("M", bound=nn.Module)
 _MADE: list[weakref.ref[nn.Module]] = []
@@ -46,12 +48,12 @@ def parallel(
     plan: None takes the launcher's (`meshloom run --plan`); with one process nothing happens. leaves: names of modules within that run as
     written where the plan reads the module. buffers: patterns of names -> what becomes of buffers that replicas have changed
     (`ml.ema(0.99)`, "sum", "last"; docs/contract.md). batch: where pp cuts the batch into microbatches, inputs of the forward by name -> the dim of
-    the batch (0 for others); None: whole in each; "part": a number of the whole batch, of which each has its rows' part, such as a count that the
+    the batch (0 for others); None: whole in each; "part": a number of the whole batch, of which each has its share, such as a count that the
     forward divides by. methods: names of other methods that train, whose calls are as the module's own. divide: where tp and pp divide not the module
     itself but modules within it, their names, or "outermost" for those that are called outermost; the rest runs as written, whole on every rank.
     weight: where losses are means over something else than samples, such as tokens: a function that gets what a call gets and returns how many there are,
     a number above 0 or a tensor without dims (None: samples). Replicas' gradients and `ml.mean` count by it, and so do microbatches, of which pp joins
-    results without rows by their mean.
+    results without rows by their mean. All replicas then make the same calls, in evaluation, too.
 
     Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
     """
@@ -149,12 +151,26 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
 def whole(of: nn.Module) -> AbstractContextManager[None]: ...
 @overload
 def whole(of: Tensor) -> Tensor: ...
-def whole(of: nn.Module | Tensor) -> AbstractContextManager[None] | Tensor:
+@overload
+def whole(of: Stepping) -> Stepping: ...
+def whole(of: nn.Module | Tensor | Optimizer) -> AbstractContextManager[None] | Tensor | Optimizer:
     """Of a module, a context in which its parameters and gradients are whole on every rank; what is written to them is kept. Of a parameter, a gradient
-    or an optimizer's state, the whole tensor. All ranks call it together, and leave the context together."""
+    or an optimizer's state, the whole tensor. All ranks call it together, and leave the context together.
+
+    Of an optimizer that looks at whole parameters (Muon, Shampoo) or at all at once (LBFGS), itself, whose steps have them whole: on every rank, and so
+    is its state. What it computes is one device's.
+    """
+    if isinstance(of, Optimizer):
+        return with_whole_steps(of, _updated_by) if ranks().plan.mesh.size > 1 else of
     if isinstance(of, Tensor):
         return whole_tensor(of) if isinstance(of, PartTensor) else of
     return execution_of(of).whole() if is_parallel(of) else nullcontext()
+
+
+def _updated_by(optimizer: Optimizer) -> list[Execution]:
+    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    found = (each for each in modules() if is_parallel(each))
+    return [execution_of(each) for each in found if not updated.isdisjoint(map(id, each.parameters()))]
 
 
 @contextmanager

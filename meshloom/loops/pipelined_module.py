@@ -55,7 +55,9 @@ class PipelinedModule(DividedModule):
     def step(self, loss: LossFunction, batch: Any) -> StepLoss:
         """Of a loss of the module and a batch. What has a gradient has it when autograd comes to the result."""
         if self.weight is not None:
-            raise JobError("The loss of ml.train_step() says itself what it counts, as (sum, count). Leave parallel(weight=...) out.")
+            raise JobError(
+                "The loss of ml.train_step() says itself what it counts, as (sum, count). Leave parallel(weight=...) out."
+            )
         self._check_loss(loss)
         share, forward = bind(batch), self._forward((), batch, loss)
         call = self._begun(forward, batch, check_loss)
@@ -85,7 +87,7 @@ class PipelinedModule(DividedModule):
         name, plan, by_rows = type(self._module).__name__, self._ranks.plan, microbatches[0].by_rows
         note = ""
         if has_means and by_rows:
-            note = f"Results of {name} without a row for each of its inputs are means over microbatches, by rows; parallel(weight=...) takes others."
+            note = f"Results of {name} without a row for each of its inputs are means over microbatches, by rows where no parallel(weight=...) counts."
         elif not has_means and not by_rows and plan.dp == 1:
             note = f"Each result of {name} has a row for each of its inputs: parallel(weight=...) changes nothing under {plan}."
         if note and not self._said:
@@ -103,6 +105,7 @@ class PipelinedModule(DividedModule):
 
     def _begun(self, forward: CapturedForward, batch: Any, check: Callable[..., None]) -> _Call:
         """The call's microbatches and stages. check: of copies of the whole module, before a forward's first capture."""
+
         def say(part: Mapping[str, Any]) -> float | None:
             return None if self.weight is None else said_of(self.weight, *forward.arguments(part))
 
