@@ -116,6 +116,11 @@ def _mistakes() -> dict[str, str]:
         (x, _), (longer, _) = batches(2)
         (model(x).sum() + model(longer).sum()).backward()
 
+    def scheduler_first() -> None:
+        optimizer = torch.optim.LBFGS(made().parameters())
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        ml.whole(optimizer)
+
     for mistake in (
         accumulates_always,
         rates_of_their_own,
@@ -123,6 +128,7 @@ def _mistakes() -> dict[str, str]:
         another_plan,
         file_that_cannot_be,
         two_weights,
+        scheduler_first,
         draws_of_their_own,
     ):
         _seeded()
@@ -144,6 +150,7 @@ def test_mistakes_are_one_sentence_on_all_ranks():
         "another_plan": "run under dp=2, and parallel() is given dp=4",
         "file_that_cannot_be": "/nowhere/at/all.pt cannot be written",
         "two_weights": "calls of the module with shares of different sizes",
+        "scheduler_first": "before making the scheduler",
         "draws_of_their_own": "the state of torch's generator is",
     }
     for name, sentence in sentences.items():

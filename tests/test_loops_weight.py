@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
+from meshloom.loops.call_microbatches import microbatches_of
 from meshloom.loops.ranks import leave_ranks, ranks
 from tests.processes import on_ranks
 
@@ -44,13 +45,14 @@ def valid(tokens: Tensor, labels: Tensor | None = None) -> Tensor | None:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Of 7 rows, from 1 to all 11 of whose tokens have labels."""
+    """Of 7 rows, from 1 to all 11 of whose tokens have labels; the last one of 2, of which a third replica has none."""
     draws, found = torch.Generator().manual_seed(1), list[tuple[Tensor, Tensor]]()
-    for _ in range(STEPS):
+    for step in range(STEPS):
         tokens = torch.randint(0, 19, (7, 11), generator=draws)
         labels = torch.randint(0, 19, (7, 11), generator=draws)
         labels[torch.arange(11) >= torch.tensor([11, 9, 1, 5, 2, 1, 3])[:, None]] = -100
-        found.append((tokens, labels))
+        rows = 2 if step == STEPS - 1 else 7
+        found.append((tokens[:rows], labels[:rows]))
     return found
 
 
@@ -97,6 +99,16 @@ def test_a_mean_over_tokens_is_one_device_s(plan: str, size: int) -> None:
     expected = trained()
     for found in on_ranks(trained, size, plan, timeout_seconds=200.0):
         assert differs(found, expected) < 1e-12  # float64; sums over parts have another order
+
+
+def test_a_number_of_all_is_cut_by_what_microbatches_count() -> None:
+    batch = {"x": torch.ones(4, 2), "count": torch.tensor(10.0)}
+    said = iter([4.0, 1.0])
+    parts, _ = microbatches_of(batch, 2, {"count": "part"}, lambda part: next(said))
+    assert [(each.rows, each.share, float(each.batch["count"])) for each in parts] == [
+        (2, 0.8, 8),
+        (2, 0.2, 2),
+    ]
 
 
 def sentence_of(make: Callable[[], Any]) -> str:

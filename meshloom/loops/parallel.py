@@ -158,7 +158,7 @@ def whole(of: nn.Module | Tensor | Optimizer) -> AbstractContextManager[None] | 
     or an optimizer's state, the whole tensor. All ranks call it together, and leave the context together.
 
     Of an optimizer that looks at whole parameters (Muon, Shampoo) or at all at once (LBFGS), itself, whose steps have them whole: on every rank, and so
-    is its state. What it computes is one device's.
+    is its state. What it computes is one device's. Schedulers are made of it afterwards, else a `JobError` says so.
     """
     if isinstance(of, Optimizer):
         return with_whole_steps(of, _updated_by) if ranks().plan.mesh.size > 1 else of

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from meshloom.core.errors import JobError
 from meshloom.loops.execution import Execution
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
 
@@ -17,7 +18,11 @@ Stepping = TypeVar("Stepping", bound=Optimizer)
 
 def with_whole_steps(optimizer: Stepping, executions: Callable[[Optimizer], Sequence[Execution]]) -> Stepping:
     """The optimizer, whose parameters, gradients and state are whole in its steps, and parts in the closures that these call. executions: of the modules
-    whose parameters an optimizer updates."""
+    whose parameters an optimizer updates. Raises `JobError` where something else stands in the place of its step."""
+    if "step" in vars(optimizer):
+        raise JobError(
+            f"Another step stands in the place of that of {type(optimizer).__name__}, such as a scheduler's. Call ml.whole(optimizer) before making the scheduler."
+        )
     for state in optimizer.state.values():
         state.update({key: whole_tensor(each) for key, each in state.items() if isinstance(each, PartTensor)})
     original: Any = type(optimizer)
