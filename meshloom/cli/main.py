@@ -127,16 +127,23 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
         return run_script(arguments)
     _check_counts(arguments)
-    if arguments.verb == "verify" and is_rank() and is_script(arguments.target):
+    of_script = arguments.verb in ("verify", "describe", "plan") and is_script(arguments.target)
+    if of_script and is_rank():
         raise DeviceError(
-            f"{arguments.target} is a script, whose verification starts the ranks of each of its runs. Start it once: meshloom verify."
+            f"{arguments.target} is a script, which meshloom {arguments.verb} itself runs. Start it once, not on each rank."
         )
     with ExitStack() as stack:
         stack.enter_context(ranks_aside())
         stack.enter_context(as_program(arguments.target, arguments.words))
         timings = _timings()
-        with timings.of("job file"):
-            job = load_job(arguments.target)
+        if of_script:
+            from meshloom.cli.script_job import job_of_script
+
+            job, notes = stack.enter_context(job_of_script(arguments))
+            print(*notes, "", sep="\n", file=sys.stderr if arguments.json == "-" else sys.stdout)
+        else:
+            with timings.of("job file"):
+                job = load_job(arguments.target)
         if job is None:
             text = f"meshloom: {arguments.target} returned nothing, so it ran its own loop. A function that names a job returns it."
             print(text, file=sys.stderr)
