@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
         )
     )
     _add_describe(
-        verbs.add_parser("describe", help="print the parts of a job's model and the costs of a step")
+        verbs.add_parser(
+            "describe", help="print the parts of a job's, or a script's, model and the costs of a step"
+        )
     )
     _add_calibrate(verbs.add_parser("calibrate", help="measure what this machine does, for predictions"))
     _add_report(
@@ -208,7 +210,11 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    plan.add_argument(
+        "target",
+        metavar="FILE.py[:NAME]",
+        help="as for train, or a script, of which the first backward is priced",
+    )
     plan.add_argument("--plan", metavar="PLAN", help="price this plan alone")
     plan.add_argument(
         "--devices", default="auto", metavar="DEVICES", help="auto, cpu, or at most how many ranks (default: one per core, up to 8)"
@@ -252,7 +258,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_describe(describe: argparse.ArgumentParser) -> None:
-    describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    describe.add_argument(
+        "target",
+        metavar="FILE.py[:NAME]",
+        help="as for train, or a script, whose first backward is described",
+    )
     describe.add_argument(
         "--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)"
     )

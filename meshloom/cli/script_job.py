@@ -8,14 +8,16 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import meshloom
 from meshloom.cli.verb_run import execute
@@ -61,7 +63,7 @@ def job_of_script(arguments: argparse.Namespace) -> Iterator[ScriptJob]:
             for name in [name for name, each in known.items() if isinstance(each, Tensor) and each.grad_fn]:
                 del known[name]  # its graph holds all activations
             if vars(arguments).get("cluster"):
-                found.notes.append(f"GPU-hours and dollars are of {_STEPS} steps")
+                found.notes.append(f"GPU-hours and dollars are of {_STEPS:,} steps")
             yield found
         finally:
             sys.modules["__main__"] = before
@@ -94,8 +96,7 @@ class _Call:
 
     number: int
     module: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    arguments: dict[str, Any]
     autocast: torch.dtype | None
     results: dict[str, bool] = field(default_factory=dict[str, bool])
 
@@ -154,7 +155,9 @@ class _FirstBackward:
         ) -> nn.Module:  # fmt: skip
             module = before(module)
             self._made[module] = _Told(leaves, buffers or {}, batch or {})
-            self._undo.callback(module.register_forward_hook(self._note, with_kwargs=True).remove)
+            # a function, which copies of the module share
+            hook = module.register_forward_hook(lambda *given: self._note(*given), with_kwargs=True)
+            self._undo.callback(hook.remove)
             return module
 
         return parallel
@@ -173,10 +176,12 @@ class _FirstBackward:
         self._calls += 1
         devices = [each for each in ("cuda", "cpu") if torch.is_autocast_enabled(each)]
         autocast = torch.get_autocast_dtype(devices[0]) if devices else None
-        call = _Call(number=self._calls, module=module, args=args, kwargs=kwargs, autocast=autocast)
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        call = _Call(number=self._calls, module=module, arguments=given, autocast=autocast)
         for name, each in leaves_of(result).tensors.items():
-            if each.grad_fn is not None:
-                each.grad_fn.metadata.setdefault(_CALL, {})[each.output_nr] = call, name, each.ndim == 0
+            node: Any = each.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_CALL, {})[each.output_nr] = call, name, each.ndim == 0
 
     def _train_step(self, model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
         self._step = model, batch, loss
@@ -193,18 +198,17 @@ class _FirstBackward:
             raise JobError(
                 f"The first backward of {script} goes through no call of a module that ml.parallel() returned. Make the module parallel that trains, and call it."
             )
-        module = max(passed, key=lambda each: sum(one.numel() for one in each.parameters()))
+        module = max(passed, key=_size)
         name, told, optimizers = type(module).__name__, self._made[module], _optimizers_of(module)
         dims: dict[int, Any] = {}  # of tensors that `ml.parallel(batch=...)` names
         calls = [each for each in calls if each.module is module]
         if self._step:
             _, given, loss = self._step
         else:
-            given, loss = [[[*each.args], {**each.kwargs}] for each in calls], _loss_of(calls)
-        for each in calls:
-            bound = inspect.signature(module.forward).bind(*each.args, **each.kwargs).arguments
-            for key in bound.keys() & told.batch.keys():
-                dims |= dict.fromkeys(map(id, leaves_of(bound[key]).tensors.values()), told.batch[key])
+            arguments, loss = [each.arguments for each in calls], _loss_of(calls)
+            given = arguments[0] if len(calls) == 1 else arguments
+            for key, value in ((key, each[key]) for each in arguments for key in each.keys() & told.batch):
+                dims |= dict.fromkeys(map(id, leaves_of(value).tensors.values()), told.batch[key])
         batch = _Samples(given, lambda each: dims.get(id(each), self._dim))
         if not batch.count:
             raise JobError(
@@ -212,9 +216,11 @@ class _FirstBackward:
             )
         kinds = ", ".join(type(each).__name__ for each in optimizers) or "no optimizer, as if it kept nothing"
         notes = [f"the first backward of {script}: {name}, {format_count(batch.count, 'sample')}, {kinds}"]
-        if others := sorted(type(each).__name__ for each in self._made if each is not module):
+        if others := [
+            f"{type(each).__name__} ({_size(each):,})" for each in self._made if each is not module
+        ]:
             notes.append(
-                f"not described: {', '.join(others)}; {name} is the largest parallel module that this backward goes through"
+                f"not described: {', '.join(others)}; {name} ({_size(module):,} parameters) is the largest parallel module that this backward goes through"
             )
         if not all(each for call in calls for each in call.results.values()):
             notes.append("the loss outside of the module is not counted: the mean of its results stands in")
@@ -266,17 +272,22 @@ def _calls_behind(roots: Sequence[Tensor]) -> list[_Call]:
     return sorted(found, key=lambda each: each.number)
 
 
+def _size(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
 def _loss_of(calls: Sequence[_Call]) -> Callable[[Any, Any], Tensor]:
     """Of the module and the arguments of these calls."""
     known = [([*each.results], each.autocast) for each in calls]
 
     def loss(model: Any, batch: Any) -> Tensor:
         parts: list[Tensor] = []
-        for (names, dtype), (args, kwargs) in zip(known, batch, strict=True):
-            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                results = leaves_of(model(*args, **kwargs)).tensors
+        for (names, dtype), given in zip(known, batch if len(known) > 1 else [batch], strict=True):
+            bound = inspect.BoundArguments(inspect.signature(model.forward), given)
+            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+                results = leaves_of(model(*bound.args, **bound.kwargs)).tensors
             parts += [results[each] if results[each].ndim == 0 else results[each].mean() for each in names]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        return reduce(torch.add, parts)
 
     return loss
 
@@ -320,9 +331,9 @@ def _optimizer_of(module: nn.Module, seen: Sequence[Optimizer]) -> Callable[[Nam
 
 
 def _model_of(module: nn.Module) -> Callable[[], nn.Module]:
-    """Of which each job makes copies: without what a forward has left on it, which has a graph."""
-    for each in module.modules():
-        for name, value in vars(each).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                vars(each)[name] = value.detach()
+    """Of which jobs make copies: without the graph of what a forward has left on it."""
+    for attributes in map(vars, module.modules()):
+        for name, value in attributes.items():
+            if any(isinstance(each, Tensor) and each.grad_fn for each in tree_leaves(value)):
+                attributes[name] = tree_map_only(Tensor, Tensor.detach, value)
     return lambda: module

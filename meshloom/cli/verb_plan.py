@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -26,8 +27,10 @@ from meshloom.report.terminal import LongPhases
 from meshloom.telemetry.timings import Timings
 
 
-def price_plans(arguments: argparse.Namespace, job: Job, records: Records) -> int:
-    """Exit code: 0 if there is a plan to recommend."""
+def price_plans(
+    arguments: argparse.Namespace, job: Job, records: Records, check: Callable[[Plan], None]
+) -> int:
+    """Exit code: 0 if there is a plan to recommend. check: raises `PlanError` for plans that are refused."""
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
     wish = Wish(
@@ -62,7 +65,7 @@ def price_plans(arguments: argparse.Namespace, job: Job, records: Records) -> in
     timings = Timings()
     with LongPhases(console) as phases, phases.within(timings) as tell:
         cache = opened_cache(arguments.cache)
-        found = advise(job, devices, plans=plans, tell=tell, cache=cache, timings=timings)
+        found = advise(job, devices, plans=plans, tell=tell, cache=cache, timings=timings, check=check)
         if tries:
             measured = try_plans(
                 finalists(found, tries), arguments.target, arguments.transport, tell, arguments.words

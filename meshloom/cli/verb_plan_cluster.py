@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ PRECISION = "bf16-mixed"
 _NOT_HERE = ("devices", "ranks", "memory", "machine", "try", "trial")
 
 
-def price_for_cluster(arguments: argparse.Namespace, job: Job, records: Records) -> int:
-    """Exit code: 0 if there is a plan that fits."""
+def price_for_cluster(
+    arguments: argparse.Namespace, job: Job, records: Records, check: Callable[[Plan], None]
+) -> int:
+    """Exit code: 0 if there is a plan that fits. check: raises `PlanError` for plans that are refused."""
     for name in _NOT_HERE:
         given = vars(arguments)[name]
         if given and (name, given) != ("devices", "auto"):
@@ -67,7 +70,7 @@ def price_for_cluster(arguments: argparse.Namespace, job: Job, records: Records)
             found = _of_plans(cluster, searched, job)
         else:
             found = answer(
-                job, cluster, parts, precision=precision, fixed=fixed, objective=arguments.objective, batch=job.batch_size, told=tell
+                job, cluster, parts, precision=precision, fixed=fixed, objective=arguments.objective, batch=job.batch_size, told=tell, check=check,
             )  # fmt: skip
     if not found.searched.priced:
         raise PlanError(

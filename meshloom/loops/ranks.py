@@ -156,5 +156,5 @@ def check_of_loops(plan: Plan) -> None:
         )
     if plan.zero and (plan.tp > 1 or plan.pp > 1):
         raise PlanError(
-            f"A loop of one's own has zero={plan.zero} with dp alone, and {plan} divides each replica, too. Leave zero out, or tp and pp."
+            f"A loop of one's own has zero={plan.zero} with dp alone, and tp or pp divides each replica, too. Leave zero out, or tp and pp."
         )

@@ -64,9 +64,11 @@ def advise(
     tell: Callable[[str], None] = lambda text: None,
     cache: Cache | None = None,
     timings: Timings | None = None,
+    check: Callable[[Plan], None] = lambda plan: None,
 ) -> Advice:
     """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan, and for what is done before
-    any. timings: of what is done for each. cache: of captured losses and choices, from earlier plans and runs.
+    any. timings: of what is done for each. cache: of captured losses and choices, from earlier plans and runs. check: raises `PlanError` for
+    plans that are refused.
 
     Raises `PlanError` if none of the plans can run the job, with the last one's error, and the job's own
     errors.
@@ -92,6 +94,7 @@ def advise(
     for number, plan in enumerate(wanted):
         tell(f"rehearsing plan {number + 1} of {len(wanted)}: {plan}")
         try:
+            check(plan)
             options.append(pricers[plan.precision].price(plan))
         except (PlanError, CaptureError) as error:
             refused[str(plan)] = str(error)
@@ -100,6 +103,7 @@ def advise(
         other = offloading(plan) if given is None and devices.machine.device == "cpu" else None
         if other is not None and not (options and options[-1].plan == plan and options[-1].fits):
             with suppress(PlanError, CaptureError):  # then the plan itself was refused
+                check(other)
                 options.append(pricers[plan.precision].price(other))
     if not options and last is not None:
         raise last

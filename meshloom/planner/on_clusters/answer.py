@@ -8,6 +8,7 @@ from typing import Any
 
 from meshloom.clusters.cluster import Cluster
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count, format_seconds
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.search import Objective, Searched, kind_of, search
@@ -64,13 +65,15 @@ class ClusterAnswer:
 
 def answer(
     job: Job, cluster: Cluster, parts: ClusterParts, *, precision: str, fixed: Mapping[str, Any], objective: Objective, batch: int,
-    told: Callable[[str], None] = lambda text: None,
+    told: Callable[[str], None] = lambda text: None, check: Callable[[Plan], None] = lambda plan: None,
 ) -> ClusterAnswer:  # fmt: skip
-    """batch: samples of the global batch. Raises errors of `ClusterParts.of` for one device."""
+    """batch: samples of the global batch. check: as of `search`. Raises errors of `ClusterParts.of` for one device."""
     parts.of(1)
     told("pricing all plans that divide")
     pricer = parts.pricer
-    found = search(parts.of, pricer, cluster, batch, precision=precision, fixed=fixed, objective=objective)
+    found = search(
+        parts.of, pricer, cluster, batch, precision=precision, fixed=fixed, objective=objective, check=check
+    )
     best = found.steps[0] if found.steps else None
     told("pricing it on more and fewer GPUs")
     scaled = _scaled(cluster, parts, pricer, best, batch, objective) if best else ()
