@@ -79,8 +79,10 @@ def loss_of(model, batch):
 model = ml.parallel(Tagger())
 optimizer = torch.optim.Adagrad(model.parameters())
 for batch in ml.loader(DataLoader([sample(each) for each in range(60)], batch_size=12)):
-    ml.train_step(model, batch, loss_of)
+    with torch.autocast("cpu", torch.bfloat16, enabled="--lower" in sys.argv):
+        ml.train_step(model, batch, loss_of)
 """
+LOSS_OF = STEPPED[: STEPPED.index("model =")]
 MLP = "nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2))"
 TWICE = """
 model = ml.parallel(MLP)
@@ -111,6 +113,10 @@ def halves(named):
 def lowered(model, batch):
     with torch.autocast("cpu", torch.bfloat16):
         return model(**batch)["loss"]
+
+def lowered_step(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_of(model, batch)
 
 def both(model, batch):
     return model(batch[0]).mean() + model(batch[1]).mean()
@@ -147,7 +153,8 @@ def records(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[list[
 SHAPES = {
     "returned": (RETURNED, job(OF_MODULE, "halves(named)"), []),
     "shared": (SHARED, job("lowered", "torch.optim.SGD(named, momentum=0.9)", model="Tagger(16)"), ["--width", "16"]),
-    "stepped": (STEPPED, job("loss_of", "torch.optim.Adagrad(named)", more=STEPPED[: STEPPED.index("model =")]), []),
+    "stepped": (STEPPED, job("loss_of", "torch.optim.Adagrad(named)", more=LOSS_OF), []),
+    "stepped in bfloat16": (STEPPED, job("lowered_step", "torch.optim.Adagrad(named)", more=LOSS_OF), ["--lower"]),
     "twice": (TWICE, job("both", "torch.optim.SGD(named)", model=MLP, sample="[torch.ones(6)] * 2", size=10), []),
 }  # fmt: skip
 

@@ -60,8 +60,9 @@ def job_of_script(arguments: argparse.Namespace) -> Iterator[ScriptJob]:
                 seed_script(script_seed())
                 found = first.shown_by(arguments.target, arguments.words)
             known = vars(sys.modules["__main__"])
-            for name in [name for name, each in known.items() if isinstance(each, Tensor) and each.grad_fn]:
-                del known[name]  # its graph holds all activations
+            for name, each in known.items():
+                if isinstance(each, Tensor) and each.grad_fn is not None:  # which holds all activations
+                    known[name] = each.detach()
             if vars(arguments).get("cluster"):
                 found.notes.append(f"GPU-hours and dollars are of {_STEPS:,} steps")
             yield found
@@ -174,17 +175,21 @@ class _FirstBackward:
         if module not in self._made:  # a copy
             return
         self._calls += 1
-        devices = [each for each in ("cuda", "cpu") if torch.is_autocast_enabled(each)]
-        autocast = torch.get_autocast_dtype(devices[0]) if devices else None
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        call = _Call(number=self._calls, module=module, arguments=given, autocast=autocast)
+        call = _Call(number=self._calls, module=module, arguments=given, autocast=_autocast())
         for name, each in leaves_of(result).tensors.items():
             node: Any = each.grad_fn
             if node is not None:
                 node.metadata.setdefault(_CALL, {})[each.output_nr] = call, name, each.ndim == 0
 
     def _train_step(self, model: nn.Module, batch: Any, loss: Callable[[Any, Any], Any]) -> None:
-        self._step = model, batch, loss
+        dtype = _autocast()
+
+        def lowered(model: Any, batch: Any) -> Any:
+            with torch.autocast("cpu", dtype):
+                return loss(model, batch)
+
+        self._step = model, batch, lowered if dtype else loss
         raise EnoughStepsError
 
     def _backward(self, tensors: Tensor | Sequence[Tensor], *_: object, **__: object) -> None:
@@ -237,21 +242,28 @@ class _Samples:
 
     def __init__(self, batch: Any, dim_of: Callable[[Tensor], Any]) -> None:
         self._leaves = leaves_of(batch)
-        self._tensors = [(each.detach().cpu(), dim_of(each)) for each in self._leaves.tensors.values()]
-        lengths = (each.shape[dim] for each, dim in self._tensors if isinstance(dim, int) and dim < each.ndim)
-        self.count = next(lengths, 0)
+        self._tensors: list[tuple[Tensor, int | None]] = []
+        for each in self._leaves.tensors.values():
+            dim = dim_of(each)
+            has_dim = isinstance(dim, int) and -each.ndim <= dim < each.ndim
+            self._tensors.append((each.detach().cpu(), dim if has_dim else None))
+        self.count = next((each.shape[dim] for each, dim in self._tensors if dim is not None), 0)
 
     def rows(self, numbers: Sequence[int]) -> Any:
         """The batch of these samples, with all else that it has."""
         index = torch.tensor(numbers) % self.count
         return self._leaves.rebuild(
             [
-                each.index_select(dim, index)
-                if isinstance(dim, int) and dim < each.ndim and each.shape[dim] == self.count
-                else each
+                each if dim is None or each.shape[dim] != self.count else each.index_select(dim, index)
                 for each, dim in self._tensors
             ]
         )
+
+
+def _autocast() -> torch.dtype | None:
+    """The dtype of the context that this runs in; None: of none."""
+    devices = (each for each in ("cuda", "cpu") if torch.is_autocast_enabled(each))
+    return next(map(torch.get_autocast_dtype, devices), None)
 
 
 def _calls_behind(roots: Sequence[Tensor]) -> list[_Call]:
