@@ -170,7 +170,8 @@ def test_a_script_is_described_as_the_same_job(
 ):
     loop, same, words = SHAPES[shape]
     ours, said = records(["describe", written(tmp_path, "train.py", START + loop), *options, "--cache", "off", "--", *words], capsys)  # fmt: skip
-    theirs, _ = records(["describe", written(tmp_path, "job.py", same), *options, "--cache", "off"], capsys)
+    own_copies = ["--transport", "gloo"]
+    theirs, _ = records(["describe", written(tmp_path, "job.py", same), *options, *own_copies, "--cache", "off"], capsys)  # fmt: skip
     for kind in ("total", "memory", "ranks", "block"):
         found = [each for each in ours if each["event"] == kind]
         wanted = [each for each in theirs if each["event"] == kind]
@@ -208,7 +209,7 @@ def test_plans_are_priced_for_a_script(tmp_path: Path, capsys: pytest.CaptureFix
     target = written(tmp_path, "train.py", START + RETURNED)
     found, said = records(["plan", target, "--ranks", "2", "--devices", "cpu"], capsys)
     plans = {each["plan"] for each in found if each["event"] == "plan"}
-    assert {"dp=1", "dp=2", "dp=1,tp=2"} <= plans and found[-1]["event"] == "recommended"
+    assert {"dp=1", "dp=2", "dp=2,zero=1", "dp=1,tp=2"} <= plans and found[-1]["event"] == "recommended"
     assert "one epoch" in said
 
 

@@ -17,7 +17,6 @@ from meshloom.cli.arguments import parse, parser
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.jobfile import as_program, check_target, is_script, load_job
-from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import is_rank, launching_seconds, ranks_aside, reference_descriptor
 from meshloom.launch.failure import leave, report_failure
@@ -137,12 +136,9 @@ def _run_here(arguments: argparse.Namespace) -> int:
         stack.enter_context(ranks_aside())
         stack.enter_context(as_program(arguments.target, arguments.words))
         timings = _timings()
-        check = _any_plan
         if of_script:
             from meshloom.cli.script_job import job_of_script
-            from meshloom.loops.ranks import check_of_loops
 
-            check = check_of_loops
             job, notes = stack.enter_context(job_of_script(arguments))
             print(*notes, "", sep="\n", file=sys.stderr if arguments.json == "-" else sys.stdout)
         else:
@@ -173,10 +169,10 @@ def _run_here(arguments: argparse.Namespace) -> int:
             if arguments.cluster:
                 from meshloom.cli.verb_plan_cluster import price_for_cluster
 
-                return price_for_cluster(arguments, job, records, check)
+                return price_for_cluster(arguments, job, records, of_script=of_script)
             from meshloom.cli.verb_plan import price_plans
 
-            return price_plans(arguments, job, records, check)
+            return price_plans(arguments, job, records, of_script=of_script)
         if arguments.verb == "verify":
             from meshloom.cli.verb_verify import verify_plan
 
@@ -184,10 +180,6 @@ def _run_here(arguments: argparse.Namespace) -> int:
         from meshloom.cli.verb_train import train
 
         return train(arguments, job, records, timings)
-
-
-def _any_plan(plan: Plan) -> None:
-    """Jobs refuse none before it is priced."""
 
 
 def _check_counts(arguments: argparse.Namespace) -> None:

@@ -78,6 +78,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
     for text in (options["plan"], options.get("fix"), *(options.get("compare") or ())):
         check_of_loops(Plan.parse(text) if text else Plan())
+    if arguments.verb == "describe":
+        arguments.transport = "gloo"  # under which replicas have copies of their own, as those of loops do
     if options.get("cluster"):
         arguments.fix = ",".join(filter(None, [arguments.fix, _CHOSEN]))
 

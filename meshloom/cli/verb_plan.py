@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from meshloom.core.units import parse_bytes
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
+from meshloom.loops.ranks import check_of_loops
 from meshloom.measure.at_hand import Wish, devices_for
 from meshloom.measure.trials import try_plans
 from meshloom.planner.advise import advise, finalists, tried
@@ -27,10 +28,8 @@ from meshloom.report.terminal import LongPhases
 from meshloom.telemetry.timings import Timings
 
 
-def price_plans(
-    arguments: argparse.Namespace, job: Job, records: Records, check: Callable[[Plan], None]
-) -> int:
-    """Exit code: 0 if there is a plan to recommend. check: raises `PlanError` for plans that are refused."""
+def price_plans(arguments: argparse.Namespace, job: Job, records: Records, *, of_script: bool) -> int:
+    """Exit code: 0 if there is a plan to recommend. of_script: whether the job is what a script shows."""
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
     wish = Wish(
@@ -61,11 +60,21 @@ def price_plans(
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices
+    if of_script:  # whose replicas have copies of their own
+        devices = replace(devices, common_memory=False)
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     timings = Timings()
     with LongPhases(console) as phases, phases.within(timings) as tell:
         cache = opened_cache(arguments.cache)
-        found = advise(job, devices, plans=plans, tell=tell, cache=cache, timings=timings, check=check)
+        found = advise(
+            job,
+            devices,
+            plans=plans,
+            tell=tell,
+            cache=cache,
+            timings=timings,
+            check=check_of_loops if of_script else None,
+        )
         if tries:
             measured = try_plans(
                 finalists(found, tries), arguments.target, arguments.transport, tell, arguments.words

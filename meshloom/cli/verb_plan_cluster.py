@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import opened_cache
+from meshloom.loops.ranks import check_of_loops
 from meshloom.planner.on_clusters.answer import ClusterAnswer, answer
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.search import Searched, search
@@ -28,10 +28,8 @@ PRECISION = "bf16-mixed"
 _NOT_HERE = ("devices", "ranks", "memory", "machine", "try", "trial")
 
 
-def price_for_cluster(
-    arguments: argparse.Namespace, job: Job, records: Records, check: Callable[[Plan], None]
-) -> int:
-    """Exit code: 0 if there is a plan that fits. check: raises `PlanError` for plans that are refused."""
+def price_for_cluster(arguments: argparse.Namespace, job: Job, records: Records, *, of_script: bool) -> int:
+    """Exit code: 0 if there is a plan that fits. of_script: whether the job is what a script shows."""
     for name in _NOT_HERE:
         given = vars(arguments)[name]
         if given and (name, given) != ("devices", "auto"):
@@ -70,7 +68,8 @@ def price_for_cluster(
             found = _of_plans(cluster, searched, job)
         else:
             found = answer(
-                job, cluster, parts, precision=precision, fixed=fixed, objective=arguments.objective, batch=job.batch_size, told=tell, check=check,
+                job, cluster, parts, precision=precision, fixed=fixed, objective=arguments.objective, batch=job.batch_size, told=tell,
+                check=check_of_loops if of_script else None,
             )  # fmt: skip
     if not found.searched.priced:
         raise PlanError(

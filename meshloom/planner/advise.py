@@ -64,7 +64,7 @@ def advise(
     tell: Callable[[str], None] = lambda text: None,
     cache: Cache | None = None,
     timings: Timings | None = None,
-    check: Callable[[Plan], None] = lambda plan: None,
+    check: Callable[[Plan], None] | None = None,
 ) -> Advice:
     """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan, and for what is done before
     any. timings: of what is done for each. cache: of captured losses and choices, from earlier plans and runs. check: raises `PlanError` for
@@ -94,7 +94,8 @@ def advise(
     for number, plan in enumerate(wanted):
         tell(f"rehearsing plan {number + 1} of {len(wanted)}: {plan}")
         try:
-            check(plan)
+            if check:
+                check(plan)
             options.append(pricers[plan.precision].price(plan))
         except (PlanError, CaptureError) as error:
             refused[str(plan)] = str(error)
@@ -103,7 +104,8 @@ def advise(
         other = offloading(plan) if given is None and devices.machine.device == "cpu" else None
         if other is not None and not (options and options[-1].plan == plan and options[-1].fits):
             with suppress(PlanError, CaptureError):  # then the plan itself was refused
-                check(other)
+                if check:
+                    check(other)
                 options.append(pricers[plan.precision].price(other))
     if not options and last is not None:
         raise last

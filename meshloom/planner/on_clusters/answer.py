@@ -65,7 +65,7 @@ class ClusterAnswer:
 
 def answer(
     job: Job, cluster: Cluster, parts: ClusterParts, *, precision: str, fixed: Mapping[str, Any], objective: Objective, batch: int,
-    told: Callable[[str], None] = lambda text: None, check: Callable[[Plan], None] = lambda plan: None,
+    told: Callable[[str], None] = lambda text: None, check: Callable[[Plan], None] | None = None,
 ) -> ClusterAnswer:  # fmt: skip
     """batch: samples of the global batch. check: as of `search`. Raises errors of `ClusterParts.of` for one device."""
     parts.of(1)

@@ -38,7 +38,7 @@ class Searched:
 
 def search(
     parts: PartOf, pricer: StepPricer, cluster: Cluster, batch: int, *, precision: str = "float32", fixed: Mapping[str, Any] | None = None,
-    objective: Objective = "time", plans: tuple[Plan, ...] = (), actions: int = ACTIONS, check: Callable[[Plan], None] = lambda plan: None,
+    objective: Objective = "time", plans: tuple[Plan, ...] = (), actions: int = ACTIONS, check: Callable[[Plan], None] | None = None,
 ) -> Searched:  # fmt: skip
     """batch: samples of the global batch. fixed: settings that all plans have. plans: price these alone. actions: how many of schedules are executed on paper.
     check: raises `PlanError` for plans that are refused."""
@@ -50,7 +50,8 @@ def search(
         for recompute in (plan.recompute,) if plans or "recompute" in (fixed or {}) else _RECOMPUTE:
             tried = replace(plan, recompute=recompute)
             try:
-                check(tried)
+                if check:
+                    check(tried)
                 step = pricer.step(tried, parts(plan.tp), batch // (plan.dp * plan.microbatches))
             except PlanError as error:
                 if plans:
