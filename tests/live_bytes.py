@@ -50,7 +50,7 @@ def live_bytes(
 def is_followed_from_the_start(plan: Plan) -> bool:
     """Whether start-up is followed too: captures have modes of their own, and parameters that are
     described have memory behind their backs."""
-    return not plan.captures and plan.zero < 3
+    return not plan.divides_loss and plan.zero < 3
 
 
 def _follow(

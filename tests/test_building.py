@@ -59,7 +59,7 @@ def test_what_is_filled_is_the_described_model_with_its_hooks():
     torch.manual_seed(3)
     expected = Several()
     found.values = WholeModel(
-        lambda: torch.manual_seed(3) and Several(), model, kept.keys(), (), draws=False, is_program=False
+        lambda: torch.manual_seed(3) and Several(), model, kept.keys(), (), draws=False, fixed=False
     )
     found.give_values()
     for name, each in model.named_parameters():
@@ -128,12 +128,10 @@ def test_layers_that_compute_from_their_parameters_are_described():
             assert torch.isfinite(found.model(torch.ones(2, 3))).all()
 
 
-def whole_model(
-    build: Callable[[], nn.Module], like: Callable[[], nn.Module], *, is_program: bool = False
-) -> Any:
+def whole_model(build: Callable[[], nn.Module], like: Callable[[], nn.Module], *, fixed: bool = False) -> Any:
     model = described(like)
     names = dict(model.named_parameters()).keys()
-    return model, WholeModel(build, model, names, (), draws=False, is_program=is_program)
+    return model, WholeModel(build, model, names, (), draws=False, fixed=fixed)
 
 
 def test_another_model_is_told():
@@ -164,7 +162,7 @@ def test_attributes_that_depend_on_draws_are_the_built_ones():
     torch.rand(2), torch.rand(())
     expected: Any = build()
     assert torch.equal(model.noise, expected.noise) and model.rate == expected.rate
-    model, values = whole_model(build, build, is_program=True)
+    model, values = whole_model(build, build, fixed=True)
     with pytest.raises(JobError, match="noise of the model .*constant of the program.*Make it a buffer"):
         values.fill([HeldTensor(name="weight", tensor=torch.empty(4, 3))])
 

@@ -21,7 +21,7 @@ CHECKPOINT = (
     Path(__file__).parent / "checkpoints/exact"
 )  # of "frozen" after 2 of its 4 steps, as dp=2,zero=1,microbatches=2 wrote it
 ALONE = ("results", "traffic", FILE)  # each has a test below
-MODULES = [plan for plan in PLANS if not ml.Plan.parse(plan).captures]
+MODULES = [plan for plan in PLANS if not ml.Plan.parse(plan).divides_loss]
 
 
 def check(name: str, found: dict[str, str]) -> None:

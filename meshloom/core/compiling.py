@@ -23,13 +23,9 @@ class CompileSettings(Protocol):
     """The settings of a plan that are used here."""
 
     @property
-    def zero(self) -> int: ...
-    @property
     def exchange(self) -> str: ...
     @property
     def compile(self) -> str: ...
-    @property
-    def captures(self) -> bool: ...
 
 
 def complete_compile(value: object) -> object:
@@ -54,11 +50,6 @@ def check_compile(plan: CompileSettings) -> None:
     if plan.compile != "none" and plan.exchange == "async":
         raise PlanError(
             "compile=true compiles what replicas compute that take steps together, and exchange=async has workers. Use another exchange, or compile=none."
-        )
-    if plan.compile != "none" and plan.zero == 3 and plan.captures:
-        raise PlanError(
-            "zero=3 with tp, pp or recompute gathers parameters between the operators of a program, where compile=true leaves no place for it. "
-            "Use zero=2, compile=none, or dp alone, where the units' modules are compiled."
         )
 
 

@@ -151,8 +151,8 @@ class Plan:
         return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, within=self.zero_within % self.dp)
 
     @property
-    def captures(self) -> bool:
-        """Whether the loss is captured as a program and run as such, instead of the user's modules."""
+    def divides_loss(self) -> bool:
+        """Whether the loss is divided over ranks, into stages, or into what backward recomputes: it runs as a program."""
         return self.tp > 1 or self.pp > 1 or self.recompute != "none"
 
     @property
@@ -283,8 +283,13 @@ def _check_combinations(plan: Plan) -> None:
         )
     check_precision(plan)
     check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
-    if not plan.captures:
+    if not plan.divides_loss:
         return
+    if plan.zero == 3 and plan.compiles:
+        raise PlanError(
+            "zero=3 with tp, pp or recompute gathers parameters between the operators of a program, where compile=true leaves no place for it. "
+            "Use zero=2, compile=none, or dp alone, where the units' modules are compiled."
+        )
     name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))
     setting = f"{name}={getattr(plan, name)}"
     if plan.sync_batch_norm:

@@ -59,7 +59,7 @@ class StartingModel:
         host: str,
     ) -> None:
         self._job, self.exact, self._context, self._host = job, exact, context, host
-        self._is_program, self._is_resumed = plan.captures, resumed
+        self._is_resumed = resumed
         self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share or exact is not None
         self._unfilled: UnfilledModel | None = None
         self._initial: InitialValues
@@ -88,12 +88,12 @@ class StartingModel:
         """What fills the part that this rank holds; None: the model has all its values."""
         return self._unfilled
 
-    def settle(self, weights: FileWeights | None) -> Traffic:
+    def settle(self, weights: FileWeights | None, *, fixed: bool) -> Traffic:
         """Makes sure that all ranks start with equal values, by copying those of rank 0 where each has built the model.
-        Returns the bytes copied. weights: values in files, which take precedence."""
+        Returns the bytes copied. weights: values in files, which take precedence. fixed: as of `WholeModel`."""
         self._order = BuildingOrder.of(self._context.world, self._host)
         if self._is_part and self._are_described():
-            check_together(self._context.world, lambda: self._find_values(weights))
+            check_together(self._context.world, lambda: self._find_values(weights, fixed=fixed))
             return Traffic()
         return copy_from_first_rank(self.model, self._context, weights)
 
@@ -165,13 +165,13 @@ class StartingModel:
         """Whether all ranks have built the model without values; if one could not, each builds all of it."""
         everyone: list[bool] = collect(self._context.world, self._unfilled is not None)
         if self._unfilled and not all(everyone):
-            self._find_values(None)
+            self._find_values(None, fixed=False)
             self._unfilled.fill_parameters()
             self._unfilled.give_values()
             self._unfilled = None
         return all(everyone)
 
-    def _find_values(self, weights: FileWeights | None) -> None:
+    def _find_values(self, weights: FileWeights | None, *, fixed: bool) -> None:
         unfilled = self._unfilled
         assert unfilled is not None
         state = state_of(self.model)
@@ -190,7 +190,7 @@ class StartingModel:
                 parameters.keys() | unfilled.lacking,
                 given,
                 draws=self._draws,
-                is_program=self._is_program,
+                fixed=fixed,
             )
         self._initial = FromFiles(weights, values) if weights else values
         unfilled.values = FromCheckpoint(names, self._initial) if names else self._initial

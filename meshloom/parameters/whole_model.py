@@ -28,7 +28,7 @@ class WholeModel(InitialValues):
 
     build: the model, on the CPU. like: the same, as it was described, before ranks divide it. lacking: names of what has no
     values there. given: of what gets its values elsewhere. draws: whether what was described may have other values, as it
-    was drawn after parameters. is_program: whether its forward runs as a program, in which attributes are constants.
+    was drawn after parameters. fixed: whether attributes of modules are constants of what runs.
     digests: of what this rank has built, by name.
     """
 
@@ -40,9 +40,9 @@ class WholeModel(InitialValues):
         given: Collection[str],
         *,
         draws: bool,
-        is_program: bool,
+        fixed: bool,
     ) -> None:
-        self._build, self._draws, self._is_program = build, draws, is_program
+        self._build, self._draws, self._fixed = build, draws, fixed
         self._lacking = set(state_of(like)) if draws else set(lacking)
         self._wanted = self._lacking.difference(given)
         self._shape = _shape_of(like)
@@ -92,9 +92,9 @@ class WholeModel(InitialValues):
                 if name not in mine or not _differs(mine[name], value):
                     continue
                 is_computed = isinstance(mine[name], Tensor) and mine[name].is_meta
-                if is_computed and (self._is_program or value.untyped_storage().data_ptr() in owned):
+                if is_computed and (self._fixed or value.untyped_storage().data_ptr() in owned):
                     continue  # anew before each forward, as by a hook of weight_norm
-                if self._is_program:
+                if self._fixed:
                     raise JobError(
                         f"{name} of {path or 'the model'} depends on the values of parameters, or is drawn after them, and is a constant of the program, which was "
                         "captured before they had any. Make it a buffer."

@@ -131,7 +131,7 @@ class Pricer:
 
     def price(self, plan: Plan) -> Option:
         """Rehearses a plan and prices it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
-        if self.unread and plan.captures:
+        if self.unread and plan.divides_loss:
             raise CaptureError(self.unread)
         rehearsal = self._rehearsed(plan, self._devices.threads_of(plan.mesh.size))
         return Option(

@@ -170,11 +170,11 @@ def rank_shares(
 
 def _gradients(plan: Plan) -> Gradients:
     """What becomes of them: programs add them up over chunks, modules copy each chunk's into buckets."""
-    if has_buckets(plan) and (not plan.captures or plan.microbatches == 1 or plan.zero >= 2):
-        return "leave"
-    if plan.captures and plan.num_chunks > 1:
-        return "in buckets" if has_buckets(plan) else "add up"
-    return "stay"
+    bucketed = has_buckets(plan)
+    leave = bucketed and (plan.microbatches == 1 or plan.zero >= 2)
+    if plan.divides_loss and plan.num_chunks > 1 and not leave:
+        return "in buckets" if bucketed else "add up"
+    return "leave" if bucketed else "stay"
 
 
 def _share(
@@ -288,5 +288,5 @@ def _of_job(facts: StepFacts, readings: Readings, plan: Plan, samples: int) -> S
     """With as many bytes again as there are trained parameters, if the job keeps their averages; and what comparing the
     program takes, where the plan needs one."""
     averages = 0.0 if readings.job.average is None else 1.0
-    comparison = readings.comparison_bytes(samples) if plan.captures else 0
+    comparison = readings.comparison_bytes(samples) if plan.divides_loss else 0
     return replace(facts, optimizer_factor=facts.optimizer_factor + averages, comparison=comparison)

@@ -75,8 +75,10 @@ class Readings:
         return self._read[samples]
 
     def comparison_bytes(self, samples: int) -> int:
-        """Most bytes that comparing the program with eager takes, on the rank that does."""
+        """Most bytes that comparing the program with eager takes, on the rank that does. Raises `CaptureError` where hooks do what
+        no program does."""
         if samples not in self._comparisons:
+            check_readable(self._unfilled)
             program = self.of(samples).program
 
             def make() -> int:
@@ -115,10 +117,8 @@ class Readings:
     def runs(self, plan: Plan) -> tuple[Plan, list[str]]:
         """The plan that ranks run, which is without zero for optimizers that it divides nothing of; why that is, in sentences.
 
-        Raises `CaptureError` and `JobError` where programs, or stages, cannot do what hooks or optimizers do.
+        Raises `JobError` where stages cannot do what optimizers do.
         """
-        if plan.captures:
-            check_readable(self._unfilled)
         if plan.pp == plan.tp == 1 and not plan.zero:
             return plan, []
         if self._optimizers is None:

@@ -17,7 +17,8 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     """What this job and plan need at the points of a step. frozen: what nothing trains."""
     at, engine, plan = replica.attached, replica.engine, replica.inner
     ownership = replica.exchange.ownership
-    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan)
+    runs_modules = engine.stages.runs_modules
+    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan, runs_modules=runs_modules)
     engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())

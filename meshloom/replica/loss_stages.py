@@ -27,6 +27,7 @@ from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Around
 from meshloom.pipeline.runtime.run import ActionListener, Sent
 from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.attachments import Attachments
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -43,13 +44,16 @@ Finish = Callable[[int, Any], Tensor]
 class Stages(ABC):
     """All ranks of a replica have the same kind and call the same methods in the same order.
 
-    one_by_one: whether a chunk's backward ends before the next one's forward. runs_modules: whether it runs modules of the user's
+    one_by_one: whether a chunk's backward ends before the next one's forward. fixes_attributes: whether attributes of modules are
+    constants of what runs. cut: this rank's programs, as first cut, once it is open; (): none. runs_modules: whether it runs modules of the user's
     as they are written, which may change what they see; once it is open. writes_trained: whether these are known to write trained
     parameters. is_unlike_training: whether it was divided or cut in another precision than training is. division: how the model
     was sharded; None: it is not. compiler: compiles what is computed; None: nothing is.
     """
 
     one_by_one: bool = True
+    fixes_attributes: bool = False
+    cut: Sequence[Stage] = ()
     runs_modules: bool = True
     writes_trained: bool = False
     division: Division | None = None

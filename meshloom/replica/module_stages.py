@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.logged import joined
 from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.modules.compiled import compiled_names
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.current_step import Moment, answered_by
@@ -70,6 +72,11 @@ class ModuleStages(Stages):
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> None:
         if self.compiler:
             check_together(self._context.world, self.compiler.check)
+        if self._plan.zero == 3 and (compiled := compiled_names(model)):
+            raise JobError(
+                f"{compiled[0] or 'The model'} is compiled (torch.compile), and zero=3 gathers parameters between its operators. "
+                "Use zero=2, or leave torch.compile out."
+            )
         self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
 
     def take(self, model: nn.Module, shards: Shards) -> Statistics:

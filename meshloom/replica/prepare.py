@@ -16,9 +16,10 @@ from functools import partial
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.objects import agree
 from meshloom.core.job import NamedParameters
+from meshloom.core.losses.logged import with_logs
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.exchange.units.find_units import held_units, units_of
+from meshloom.exchange.units.find_units import find_units, held_units
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
@@ -59,9 +60,10 @@ def prepare(replica: Replica) -> None:
     with timings.of("copying values"):  # includes waiting for ranks that build more slowly
         agree(context.world, facts(job, plan, model))
         weights = agree_on_weights(job, model, context.world)
-        replica.copied += start.settle(weights)
-    engine = replica.engine = Engine(plan, context, _stages_of(replica), timings)
-    units: Units = units_of(job, plan, model) if plan.zero == 3 and plan.captures else ()
+        stages = _stages_of(replica)
+        replica.copied += start.settle(weights, fixed=stages.fixes_attributes)
+    engine = replica.engine = Engine(plan, context, stages, timings)
+    units = find_units(model, chosen=job.units, large_bytes=plan.bucket_bytes) if plan.zero == 3 else ()
     replica.scope = ChunkScope(job, plan, context, model, dtype=replica.dtype)
     engine.open(model, replica.scope, start.unfilled)
     if weights:
@@ -103,12 +105,12 @@ def prepare(replica: Replica) -> None:
 def _stages_of(replica: Replica) -> Stages:
     """Programs of the loss where the plan needs some, else the user's module as it is."""
     job, plan, context = replica.job, replica.plan, replica.context
-    if not plan.captures:
+    if not plan.divides_loss:
         return ModuleStages(job, plan, context, updates=replica.updates)
     step_checks.check_readable(replica.model)
     make_dense(replica.model)  # programs' gradients are
     return ProgramStages(
-        job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored
+        with_logs(job), plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored
     )
 
 
@@ -121,7 +123,7 @@ def _exchange_of(
     units: Units,
 ) -> Exchange:
     """whole: all trainable parameters, as the model was built with them. frozen: what nothing trains. tables: with sparse gradients, as written. units: of the full
-    model, where ranks hold different parts of it."""
+    model under zero=3."""
     engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
     if made is None:
         return Setup(plan=plan, named=named, group=replica.replicas, unfilled=replica.start.unfilled).open()
@@ -133,7 +135,7 @@ def _exchange_of(
         plan=plan, named=named, frozen=frozen, group=replica.replicas, replicated=engine.replicated,
         late=engine.late, lent=engine.lent, windows=replica.windows,
         may_share=lambda: replica.share and not here and not engine.stages.writes_trained and not why_separate(made, named),
-        units=lambda: held_units([*units] or units_of(replica.job, plan, replica.model), replica.model),
+        units=lambda: held_units(units, replica.model),
         unfilled=replica.start.unfilled, slices=context.slices, control=context.readers,
         sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only, used_rows=engine.stages.used_rows,
     )  # fmt: skip

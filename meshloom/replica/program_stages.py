@@ -67,7 +67,7 @@ from meshloom.tensor_parallel.division import Division
 class ProgramStages(Stages):
     """One rank's stages of `job`'s loss under `plan`."""
 
-    one_by_one = False
+    one_by_one, fixes_attributes = False, True
 
     def __init__(
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
@@ -84,7 +84,6 @@ class ProgramStages(Stages):
             self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
         self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored)  # fmt: skip
         self.cutter = self.programs.cutter
-        self.cut: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.microbatches: Microbatches
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
         self.compiler = Compiler(context.device) if plan.compiles else None

@@ -23,7 +23,6 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.windows import windows_of
 from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
-from meshloom.core.losses.logged import with_logs
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
@@ -86,7 +85,6 @@ class Replica:
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
         self.timings, job = timings or Timings(), lowered(in_precision(job, plan), plan, dtype)
-        job = with_logs(job) if plan.captures else job
         self.job, self.plan, self.context, self.dtype, self.files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]

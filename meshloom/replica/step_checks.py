@@ -87,7 +87,7 @@ def check_limited(model: nn.Module, plan: Plan) -> None:
         instead = "or scale in the optimizer step; or leave max_norm out."
         if plan.num_chunks > 1:
             raise JobError(f"{what} a step of {plan} has {plan.num_chunks} chunks. Use one chunk, {instead}")
-        if plan.captures or plan.mesh.size > 1:
+        if plan.mesh.size > 1 or plan.recompute != "none":
             raise JobError(f"{what} under {plan} updates alone write what is trained. Use dp=1, {instead}")
 
 
@@ -134,12 +134,12 @@ class SharedWriteError(TrainingError):
 
 
 def chunk_writes(
-    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan
+    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan, *, runs_modules: bool
 ) -> ChunkWrites | None:
-    """Of one rank; None: nothing that runs under the plan can write parameters of it."""
+    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`."""
     # values of units (zero=3) are looked at where ranks let go of them
     in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
-    moving = not (in_units or one_copy or plan.captures)
+    moving = runs_modules and not (in_units or one_copy)
     if not (frozen or one_copy or moving):
         return None
     alone = in_units or plan.num_chunks == 1

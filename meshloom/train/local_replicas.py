@@ -108,7 +108,7 @@ class LocalReplicas:
 
     def show_warnings(self) -> None:
         """Show those, once the run has said what it is, where no step gives them: it runs programs."""
-        if self._world.main and self.first.inner.captures:
+        if self._world.main and self.first.engine.stages.cut:
             show_warnings(self._held)
 
     def together(self, function: Callable[[Replica], T]) -> list[T]:

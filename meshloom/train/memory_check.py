@@ -37,8 +37,8 @@ from meshloom.planner.fitting import (
 from meshloom.planner.memory.dry_run import DryStages
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.program.ir.program import Program
+from meshloom.replica.loss_stages import Stages
 from meshloom.replica.prepare import prepare
-from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
 # ranks keep freed memory for the next step where the host has so many times what they hold at least
@@ -128,7 +128,7 @@ def check_host_fits(replica: Replica) -> None:
 def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
     """Before the first step of a rank that knows its part of a captured loss: with activations."""
     plan, stages = replica.plan, replica.engine.stages
-    if not isinstance(stages, ProgramStages):
+    if not stages.cut:
         return
     limit = limit_of(plan, replica.context.device)
     parameters = list(replica.model.named_parameters())
@@ -142,7 +142,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
         whole = sum(each.nbytes for _, each in parameters if each.requires_grad)
         state = state_bytes(replica.job, parameters) or StateBytes(total=0)
         held = held_by(replica, 0, state.total / whole if whole and trained else 0.0)
-        rank = stages.tp.rank if stages.tp else 0
+        rank = replica.context.place.tp
         in_units = plan.zero == 3 and replica.exchange.ownership.memory != "shared"
         dry = DryStages(plan.tp, rank, in_units=in_units)
         kept = _in_flight(stages, plan, _most_by_stage(stages, dry.kept))
@@ -189,7 +189,7 @@ def _refuse(
     raise PlanError(f"{text} (Beyond the limit by less than {MARGIN - 1:.0%} is let through.)")
 
 
-def _most_by_stage(stages: ProgramStages, num_bytes: Callable[[Stage], int]) -> dict[int, int]:
+def _most_by_stage(stages: Stages, num_bytes: Callable[[Stage], int]) -> dict[int, int]:
     """Of this rank's stages, whichever loss has most in them."""
     most: dict[int, int] = {}
     for stage in stages.cut:
@@ -197,9 +197,9 @@ def _most_by_stage(stages: ProgramStages, num_bytes: Callable[[Stage], int]) -> 
     return most
 
 
-def _in_flight(stages: ProgramStages, plan: Plan, kept: Mapping[int, int]) -> int:
+def _in_flight(stages: Stages, plan: Plan, kept: Mapping[int, int]) -> int:
     """Most bytes saved at one time. kept: of a microbatch, by this rank's stages."""
-    schedule = stages.cutter.schedule(plan.microbatches)
+    schedule = stages.schedule(plan.microbatches)
     return max(
         sum(size * moment[stage] for stage, size in kept.items()) for moment in held_by_stage(schedule)
     )

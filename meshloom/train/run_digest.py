@@ -15,7 +15,6 @@ from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
-from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
 
@@ -35,11 +34,10 @@ def _facts(replica: Replica) -> Iterator[str]:
     yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}"
     for name, pieces in sorted(replica.shards.pieces.items()):
         yield f"{name}: {pieces}"
-    if isinstance(stages, ProgramStages):
-        for stage in stages.cut:
-            yield from _of_stage(stage)
-        schedule = stages.schedule(replica.plan.microbatches)
-        yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
+    for stage in stages.cut:
+        yield from _of_stage(stage)
+    schedule = stages.schedule(replica.plan.microbatches)
+    yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
     for each in parts_of(replica.exchange, Exchange):
         yield f"{type(each).__name__}, one copy: {each.ownership.memory == 'shared'}"
     yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.ownership.owned)

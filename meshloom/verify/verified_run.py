@@ -25,7 +25,6 @@ from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
@@ -183,7 +182,7 @@ class VerifiedRun:
                         comparison.go_to(number)
                 batch = next(batches)
                 trainer.step(batch)
-                if isinstance(first.engine.stages, ProgramStages) and not _agrees(trainer, comparison):
+                if first.engine.stages.cut and not _agrees(trainer, comparison):
                     break
             self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))
@@ -271,8 +270,7 @@ def _values_again(
 ) -> dict[int, list[Values]] | None:
     """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
     first = trainer.replicas[0]
-    runs_programs = isinstance(first.engine.stages, ProgramStages)
-    if not runs_programs or first.plan.sync_batch_norm or first.inner.compiles:
+    if not first.engine.stages.cut or first.plan.sync_batch_norm or first.inner.compiles:
         return None
 
     def look(replica: Replica) -> dict[int, list[Values]]:

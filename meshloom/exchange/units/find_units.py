@@ -15,24 +15,10 @@ import torch
 from torch import nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.job import Job
-from meshloom.core.modules.compiled import compiled_names
-from meshloom.core.plan import Plan
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.program.ir.written_parameters import written_parameters
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def units_of(job: Job, plan: Plan, model: nn.Module) -> list[UnitParameters]:
-    """Of the job's model. Raises `JobError` for a model whose parameters cannot be gathered in its forward."""
-    compiled = compiled_names(model)
-    if compiled and not plan.captures:
-        raise JobError(
-            f"{compiled[0] or 'The model'} is compiled (torch.compile), and zero=3 gathers parameters between its operators. "
-            "Use zero=2, or leave torch.compile out."
-        )
-    return find_units(model, chosen=job.units, large_bytes=plan.bucket_bytes)
 
 
 def find_units(

@@ -187,7 +187,7 @@ def has_buckets(plan: Plan) -> bool:
 def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_copy: bool) -> int:
     """Start-up. A rank that holds a part of the model fills it tensor by tensor; one that holds all of it builds it.
     The rank that captures the loss compares the program with eager before."""
-    captures = facts.comparison if plan.captures and first else 0
+    comparison = facts.comparison if first else 0
     buckets = held.gradients + held.on_the_way if has_buckets(plan) and not held.full else 0
     flat = plan.dp > 1 and not one_copy and (plan.zero in (1, 2) or plan.exchange == "server")
     buckets += (
@@ -195,7 +195,7 @@ def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_co
     )  # parameters move into flat tensors, which buckets are slices of
     is_part = plan.tp > 1 or plan.pp > 1 or held.full > 0 or one_copy
     own = held.parameters if is_part else facts.parameters
-    return max(captures, own + held.buffers + max(facts.largest if is_part else 0, buckets))
+    return max(comparison, own + held.buffers + max(facts.largest if is_part else 0, buckets))
 
 
 def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:

@@ -24,7 +24,7 @@ class StepFacts:
     chunks: most bytes of activations, gradients and temporaries at one time in forwards and backwards.
     update: an optimizer's scratch; master_gradients: gradients of masters besides. evaluation: most bytes of a forward that saves nothing.
     optimizer_factor: bytes of state per byte of trainable parameters.
-    comparison: what the rank that captures takes to compare the program with eager, the stand-ins of its parameters among it.
+    comparison: what the rank that captures takes to compare the program with eager, the stand-ins of its parameters among it; 0: nothing is compared.
     """
 
     parameters: int

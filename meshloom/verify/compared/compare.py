@@ -109,7 +109,7 @@ class Comparer:
         equal values wherever operators run on whole chunks, so they widen nothing there (decision 40); but gradients that a loss
         takes itself are added up in a program's order."""
         if not rounds_partial_sums(self.plan):
-            own = [each.dtype for each in self._casts if each.in_gradients and self.plan.captures]
+            own = [each.dtype for each in self._casts if each.in_gradients and self.plan.divides_loss]
             return max([unmeasured(self.precision), *(most_tolerated(getattr(torch, each)) for each in own)])
         return max(unmeasured_through(self.precision), most_tolerated(self.partial))
 

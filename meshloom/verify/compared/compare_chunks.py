@@ -89,8 +89,8 @@ def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan
 
 
 def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
-    """Outputs of both sides, in one device's order of execution. Where programs run, those of the modules alone that run as written."""
-    if not plan.captures or plan.sync_batch_norm:
+    """Outputs of both sides, in one device's order of execution. Within a program no module runs."""
+    if plan.sync_batch_norm:
         yield from zip(_outputs(ours, plan), _outputs(reference, plan), strict=False)
         return
     here = {(chunk.index, each.name, each.call): each for chunk in ours.chunks for each in chunk.modules}

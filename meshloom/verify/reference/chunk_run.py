@@ -69,11 +69,12 @@ class ChunkRun:
         watch: ModuleWatch,
         scale: ReferenceScale,
     ) -> None:
-        # programs key each draw; else a chunk has one seed, after which draws follow each other
-        self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
+        # programs key each draw, also of metrics; else a chunk has one seed, after which draws follow each other
+        self.keys_metrics = plan.divides_loss
+        self._scale, self._keyed = scale, plan.keyed_draws or self.keys_metrics
         self.autocast, self._of_batches = AUTOCAST.get(plan.precision), of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
-        self._aligns = plan.captures or plan.compiles
+        self._aligns = self.keys_metrics or plan.compiles
         self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
         self.together = ChunksTogether(model)

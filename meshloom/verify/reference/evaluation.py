@@ -132,7 +132,7 @@ def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: A
     with (
         at_step(updates),
         reference.chunk_run.leaves_of(seed),
-        KeyedDraws() if reference.plan.captures else nullcontext(),
+        KeyedDraws() if reference.chunk_run.keys_metrics else nullcontext(),
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):
         return (metric.update if isinstance(metric, Metric) else metric)(reference.model, data)
