@@ -41,7 +41,6 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.store.checked_capture import CheckedCapture
-from meshloom.program.store.program_key import shapes_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import Rules
@@ -169,7 +168,7 @@ class Readings:
             def once(
                 checked: Any, batches: Sequence[Any], known: Any, *, training: bool, model: Any
             ) -> Program:
-                key = checked._job.model, training, shapes_of(leaves_of(batches[0]))
+                key = checked._job.model, training, leaves_of(batches[0]).shapes
                 if key not in self._programs:
                     self._programs[key] = capture(checked, batches, known, training=training, model=model)
                 return self._programs[key]

@@ -45,7 +45,7 @@ from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.collectives import refuse_second_derivative
 from meshloom.program.run.execute import run_flat
 from meshloom.program.store.fifo_cache import FifoCache
-from meshloom.program.store.program_key import ProgramKey, shapes_of
+from meshloom.program.store.program_key import ProgramKey
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.norm_statistics import decays
 from meshloom.replica.gradient_completion import sum_over_tp
@@ -179,7 +179,7 @@ class DividedModule(AveragedExecution):
                 self._programs.ready(each, loss=forward, training=training) if has else self._part_ready(forward, each, check)
                 for each in parts
             ]  # fmt: skip
-            key = tuple(each.key for each in ready), shapes_of(leaves_of(batch))
+            key = tuple(each.key for each in ready), leaves_of(batch).shapes
             if not self._left.has(key):
                 self._left.add(key, self._left_by(forward, batch, ready[0].key))
                 found = Guards(forward, self._module, self._programs.opaque).values

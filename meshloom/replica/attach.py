@@ -17,8 +17,10 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     """What this job and plan need at the points of a step. frozen: what nothing trains."""
     at, engine, plan = replica.attached, replica.engine, replica.inner
     ownership = replica.exchange.ownership
-    runs_modules = engine.stages.runs_modules
-    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan, runs_modules=runs_modules)
+    world = replica.context.world if engine.stages.one_by_one else None
+    writes = step_checks.chunk_writes(
+        frozen, replica.named, ownership, plan, runs_modules=engine.stages.runs_modules, world=world
+    )
     engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
@@ -30,15 +32,15 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
             )
         )
     if writes:
-        at.around.append(lambda step: writes.chunks())
+        at.around.append(writes.chunks)
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
         at.published.append(lambda found: replica.sums.end_update())
     if replica.updates and (fetch := replica.updater.fetch_ahead):
         at.begin.append(lambda step: fetch())
     if writes and ownership.memory == "shared":
-        at.synced.append(partial(_check_copy, replica, writes))
-        at.published.append(lambda found: writes.updated())
+        at.synced.append(writes.check_copy)
+        at.published.append(writes.updated)
     if replica.scope.ends_chunks:
         at.checked.append(lambda step: replica.scope.finish())
     if engine.borrows:
@@ -58,12 +60,4 @@ def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averag
     replica.sums.send(
         step_checks.count_overflows(gradients, replica.engine.team_sums, replica.replicas, device)
     )
-    return gradients
-
-
-def _check_copy(
-    replica: Replica, writes: step_checks.ChunkWrites, step: int, gradients: Averaged
-) -> Averaged:
-    first = replica.evaluations == 1 and replica.engine.stages.one_by_one
-    writes.check_copy(replica.context.world, first=first)
     return gradients

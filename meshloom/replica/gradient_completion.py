@@ -45,12 +45,8 @@ class GradientCompletion:
             for name, each in owned
             if name not in lent and name not in in_parts and id(each) in self._hooks
         ]
-        self._ids = {id(each) for each in self._at_once}
-
-    def backward_ended(self, parameter: nn.Parameter) -> None:
-        """The last backward that uses a parameter has ended."""
-        if id(parameter) in self._ids:
-            self._hooks[id(parameter)](parameter)
+        # id of a parameter -> to call when the last backward that uses it has ended
+        self.ready: Mapping[int, Ready] = {id(each): self._hooks[id(each)] for each in self._at_once}
 
     def watch(self, accumulated: Ready) -> ExitStack:
         """From now on `accumulated` hears of additions to gradients that backward completes. Closing what is

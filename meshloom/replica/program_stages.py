@@ -129,7 +129,7 @@ class ProgramStages(Stages):
         # With a single chunk autograd already writes gradients in place.
         accumulator = DirectAccumulator(exchange.buffer) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
-            self.programs, self._model, held.named, self.pp, self.tp, self.context.device, completion.backward_ended, accumulator,
+            self.programs, self._model, held.named, self.pp, self.tp, self.context.device, completion.ready, accumulator,
             each_microbatch=exchange.ownership.each_chunk, units=held.units, used_rows=self._rows, compiler=self.compiler,
         )  # fmt: skip
         undo = completion.watch(self.microbatches.arrived)

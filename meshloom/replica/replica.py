@@ -6,6 +6,7 @@ empty shares keep the exact mean: before backward where all ranks know that weig
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +169,10 @@ class Replica:
             step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
         if self.sums.unknown:
             self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
-        if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
+        is_right = weight > 0 and math.isfinite(total) and not self.sums.overflowed
+        if not (
+            is_right or self.updating
+        ):  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
             step_checks.check_finite(partial(self.engine.stages.locate, filled), self.context.world, step, total, weight, overflow)  # fmt: skip
         for check in at.checked:

@@ -29,6 +29,7 @@ from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.parameter_writes import FIRST_LOOKS, LOOK_EVERY, ParameterWrites, untrained_write
 from meshloom.program.ir.written_parameters import limited_tables
+from meshloom.replica.attachments import Averaged
 from meshloom.replica.team_sums import TeamSums
 
 
@@ -134,29 +135,43 @@ class SharedWriteError(TrainingError):
 
 
 def chunk_writes(
-    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan, *, runs_modules: bool
+    frozen: NamedParameters,
+    trained: NamedParameters,
+    ownership: Ownership,
+    plan: Plan,
+    *,
+    runs_modules: bool,
+    world: Group | None,
 ) -> ChunkWrites | None:
-    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`."""
+    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`. world: as of `ChunkWrites`."""
     # values of units (zero=3) are looked at where ranks let go of them
     in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
     moving = runs_modules and not (in_units or one_copy)
     if not (frozen or one_copy or moving):
         return None
     alone = in_units or plan.num_chunks == 1
-    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving)
+    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving, world=world)
 
 
 class ChunkWrites:
     """Of one rank.
 
     frozen: parameters that nothing trains and that count as no buffers. alone: whether a chunk may write them, as there is no other.
-    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory.
+    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory. world: whose ranks tell each
+    other of writes in the first step; None: they do not.
     """
 
     def __init__(
-        self, frozen: NamedParameters, trained: NamedParameters, *, alone: bool, one_copy: bool, moving: bool
+        self,
+        frozen: NamedParameters,
+        trained: NamedParameters,
+        *,
+        alone: bool,
+        one_copy: bool,
+        moving: bool,
+        world: Group | None,
     ) -> None:
-        self._frozen = frozen
+        self._frozen, self._world = frozen, world
         self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
         self._first_looks = FIRST_LOOKS if frozen else 0
         self._moving = [each for _, each in trained] if moving else []
@@ -166,7 +181,7 @@ class ChunkWrites:
         self._written: str | None = None  # in the one copy
 
     @contextmanager
-    def chunks(self) -> Iterator[None]:
+    def chunks(self, step: int) -> Iterator[None]:
         """A context for a step's chunks. Raises `TrainingError` for a parameter that was frozen when the replica was built and
         is not now, and `JobError` for one that is, and is written."""
         for name, parameter in self._frozen:
@@ -204,20 +219,20 @@ class ChunkWrites:
             raise untrained_write(untrained)
         self._written = next(iter(written), None)
 
-    def check_copy(self, world: Group, *, first: bool) -> None:
-        """Raise an error if the one copy was written: in the `first` step, before any update, `SharedWriteError` on all ranks."""
-        everyone: list[str | None] = [self._written]
-        if first:
-            everyone = collect(world, self._written)
+    def check_copy(self, step: int, gradients: Averaged) -> Averaged:
+        """Raise an error if the one copy was written: in the first step, before any update, `SharedWriteError` on all ranks."""
+        told = self._world if self._steps == 1 else None
+        everyone: list[str | None] = collect(told, self._written) if told else [self._written]
         name = next(filter(None, everyone), None)
         if name is not None:
-            raise (SharedWriteError if first else TrainingError)(
+            raise (SharedWriteError if told else TrainingError)(
                 f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
                 "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo "
                 "(--transport gloo), where every replica has a copy of its own."
             )
+        return gradients
 
-    def updated(self) -> None:
+    def updated(self, found: object) -> None:
         """All ranks have updated the one copy."""
         self._since_update = list(map(_counted, self._watched))
 

@@ -36,8 +36,9 @@ def _facts(replica: Replica) -> Iterator[str]:
         yield f"{name}: {pieces}"
     for stage in stages.cut:
         yield from _of_stage(stage)
-    schedule = stages.schedule(replica.plan.microbatches)
-    yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
+    if stages.cut:
+        schedule = stages.schedule(replica.plan.microbatches)
+        yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
     for each in parts_of(replica.exchange, Exchange):
         yield f"{type(each).__name__}, one copy: {each.ownership.memory == 'shared'}"
     yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.ownership.owned)

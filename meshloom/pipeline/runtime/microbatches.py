@@ -56,7 +56,7 @@ class Microbatches:
     """A rank's stages with their parameters, buffers and groups.
 
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
-    ready: called for a parameter whose gradient is complete. accumulator: accumulates the weight gradients of
+    ready: id of a parameter -> called with it once its gradient is complete. accumulator: accumulates the weight gradients of
         linear layers; None: autograd. each_microbatch: as for `Readiness`.
     units: gathers the parameters where they are used, if this rank keeps slices of them. Then replicas take
         actions together: one that has fewer microbatches passes over the others' (`meet`).
@@ -65,7 +65,7 @@ class Microbatches:
 
     def __init__(
         self, programs: ProgramStore, model: nn.Module, parameters: Mapping[str, nn.Parameter], pp: Group, tp: Group | None,
-        device: torch.device, ready: Callable[[nn.Parameter], None], accumulator: GradAccumulator | None = None, *,
+        device: torch.device, ready: Mapping[int, Callable[[nn.Parameter], None]], accumulator: GradAccumulator | None = None, *,
         each_microbatch: bool = False, units: UnitAccess | None = None, used_rows: UsedRows | None = None,
         compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
@@ -176,13 +176,20 @@ class Microbatches:
             number: dict.fromkeys(name for each in stages for name in each[number].parameters)
             for number in mine
         }
-        used = {number: [self._parameters[name] for name in names[number]] for number in mine}
+        used = {
+            number: [each for name in names[number] if id(each := self._parameters[name]) in self._ready]
+            for number in mine
+        }
         over_pp = sent_by_rank(traffic_of_ranks(crossings, schedule.ranks), self._pp.rank)
         own = [each[number] for each in stages for number in mine]
         over_tp = sent_over_tp(own, self._tp.rank) if self._tp else Counter[str]()
         others = _others_between(of_all, schedule, self._pp.rank)
         readiness = Readiness(
-            schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
+            schedule,
+            self._pp.rank,
+            used,
+            lambda each: self._ready[id(each)](each),
+            each_microbatch=self._each_microbatch,
         )
         run = PipelineRun(
             schedule, self._pp, runs, crossings, self._device, of_others=others, readiness=readiness, sent={"pp": {"send": over_pp}, "tp": over_tp}

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshloom.core.errors import PlanError
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 
-@dataclass(frozen=True, order=True)
-class Edge:
+class Edge(NamedTuple):
     """Values are sent from one stage to a later one. back: their gradients return."""
 
     source: int
@@ -30,8 +30,7 @@ class Edge:
     back: bool
 
 
-@dataclass(frozen=True, order=True)
-class StageMessage:
+class StageMessage(NamedTuple):
     """All values that one stage sends to another for one microbatch. produced_by: the action that does."""
 
     source: int

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from meshloom.core.errors import PlanError
 
@@ -31,8 +31,7 @@ Kind = Literal["F", "B", "I", "W"]
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One forward or backward of a stage for a microbatch.
 
     >>> str(Action(2, "F", 0)), Action.parse("1W12").microbatch

@@ -31,7 +31,7 @@ from meshloom.program.sizes.alike import alike
 from meshloom.program.store.captured_loss import CapturedLoss, choices_of
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_cache import ProgramCache
-from meshloom.program.store.program_key import ProgramKey, shapes_of
+from meshloom.program.store.program_key import ProgramKey
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.program.store.unlifted import unlifted
 from meshloom.program.trace.precision import default_precision
@@ -158,7 +158,7 @@ class ProgramStore:
 
     def _key(self, leaves: Leaves, loss: LossFunction, training: bool) -> ProgramKey | None:
         """The key of a batch; None: there is no program for its values besides tensors."""
-        key = ProgramKey(loss, training, shapes_of(leaves))
+        key = ProgramKey(loss, training, leaves.shapes)
         if not leaves.values:
             return key
         found = next((others for others in self._others.get(key, ()) if fits(others, leaves.values)), None)

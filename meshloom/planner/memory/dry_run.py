@@ -178,7 +178,8 @@ class _Running:
         self._device, received = program.device, {each.value for each in stage.incoming}
         self._parameters, buffers = fake_parameters(program), fake_buffers(program)
         inputs = dict(zip([each.name for each in program.inputs], fake_inputs(program), strict=True))
-        batch = Leaves({name: each for name, each in inputs.items() if name not in received}, lambda *_: None)
+        given = {name: each for name, each in inputs.items() if name not in received}
+        batch = Leaves(given, lambda *_: None, {})
         trained = [each for each in self._parameters.values() if each.requires_grad]
         self._buckets = (
             {each: torch.empty_like(each) for each in trained} if gradients == "in buckets" else {}

@@ -78,7 +78,7 @@ def capture_shapes(
     with capturing(dtype), on_cpu(where):
         model, mode = built(build_here) if built else build_here()
         shapes = Leaves(
-            {name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild
+            {name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild, {}
         )
 
         def read() -> Program:

@@ -283,7 +283,7 @@ def _view(leaves: Leaves, fixed: set[str], touched: dict[str, None]) -> Leaves:
         as_numbers = dict(zip(numbers, given[count:], strict=True))
         return leaves.rebuild(given[:count], {**rest, **as_numbers, **(others or {})})
 
-    return Leaves({**leaves.tensors, **numbers}, rebuild)
+    return Leaves({**leaves.tensors, **numbers}, rebuild, {})
 
 
 def _moved(number: Any) -> Any:

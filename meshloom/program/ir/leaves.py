@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 Rebuild = Callable[[Iterator[Tensor], Mapping[str, Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaves:
+class Leaves(NamedTuple):
     """The tensors of a batch, by name in order, and a function that rebuilds the batch from others.
 
     values: what else it holds, by name: numbers, texts, objects. A list counts as one value if it holds no
@@ -24,12 +23,17 @@ class Leaves:
 
     tensors: dict[str, Tensor]
     rebuild: Callable[..., Any]
-    values: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    values: dict[str, Any]
 
     @property
     def device(self) -> torch.device | None:
         """Device of its first tensor."""
         return next((each.device for each in self.tensors.values()), None)
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Name, shape and dtype of each tensor."""
+        return tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in self.tensors.items())
 
 
 def leaves_of(batch: Any) -> Leaves:
@@ -45,13 +49,13 @@ def leaves_of(batch: Any) -> Leaves:
     >>> leaves.rebuild([torch.zeros(1), torch.ones(1)], {"more.1": "b"})
     {'x': tensor([0.]), 'more': [tensor([1.]), 'b']}
     """
-    found = Leaves({}, lambda tensors, values: None)
+    found = Leaves({}, lambda tensors, values: None, {})
     rebuild = _take_apart(batch, "", found)
 
     def rebuilt(tensors: Sequence[Tensor], values: Mapping[str, Any] | None = None) -> Any:
         return rebuild(iter(tensors), values or {})
 
-    return dataclasses.replace(found, rebuild=rebuilt)
+    return found._replace(rebuild=rebuilt)
 
 
 def copy_of(leaf: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from meshloom.program.sizes.any_size import (
 from meshloom.program.sizes.symbolic import Dim, Trace, trace
 from meshloom.program.store.checked_capture import CheckedCapture
 from meshloom.program.store.program_cache import ProgramCache
-from meshloom.program.store.program_key import shapes_of
 from meshloom.telemetry.timings import Timings
 
 # training, and each tensor's name, shape and dtype
@@ -288,7 +287,7 @@ def choices_of(batches: Sequence[Any]) -> list[list[Any]]:
                 f"The batch holds {name}, a nested tensor, whose parts have other lengths in every batch, and a program is for one shape. "
                 f"Pad it in collate, or nest a padded tensor in the model. {WAY_OUT}"
             )
-    others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
+    others = [each for each in map(leaves_of, batches[1:]) if each.shapes == leaves.shapes]
     real = [leaves.rebuild(list(each.tensors.values())) for each in others[:2]]
 
     def rotated(leaf: Tensor, every: bool) -> Tensor:
@@ -335,4 +334,4 @@ def _most_varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, 
 
 
 def _key(batch: Any, training: bool) -> Key:
-    return training, shapes_of(leaves_of(batch))
+    return training, leaves_of(batch).shapes

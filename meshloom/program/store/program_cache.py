@@ -24,7 +24,6 @@ from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.sizes.any_size import Smaller
 from meshloom.program.store.capture_key import capture_key, versions
 from meshloom.program.store.object_text import NoTextError
-from meshloom.program.store.program_key import shapes_of
 from meshloom.program.store.typed_json import plain, typed
 from meshloom.telemetry.timings import Timings
 
@@ -61,7 +60,7 @@ class ProgramCache:
             self._note(f"The captured loss is not cached: {error.what} cannot be written as text.")
             return None
         loss: Any = job.loss
-        shapes = list(shapes_of(leaves))
+        shapes = list(leaves.shapes)
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
         place = repr([named, type(model).__qualname__, shapes, kind])
         return ProgramCacheKey(place=place, parts={**parts, "kind": kind})

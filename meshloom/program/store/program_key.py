@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meshloom.core.job import LossFunction
-from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 
 # Name, shape and dtype of each tensor of a batch; then name and text of other values that a program is for.
@@ -27,7 +27,7 @@ class ProgramKey(NamedTuple):
     @staticmethod
     def of_tensors(function: LossFunction, batch: Any, *, training: bool) -> ProgramKey:
         """The key for a batch's tensors; its other values are ignored."""
-        return ProgramKey(function, training, shapes_of(leaves_of(batch)))
+        return ProgramKey(function, training, leaves_of(batch).shapes)
 
     @staticmethod
     def of_program(function: LossFunction, program: Program) -> ProgramKey:
@@ -38,8 +38,3 @@ class ProgramKey(NamedTuple):
     def tensors_only(self, others: int) -> ProgramKey:
         """The same key without the last `others` entries, which are not tensors."""
         return self._replace(shapes=self.shapes[: len(self.shapes) - others])
-
-
-def shapes_of(leaves: Leaves) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Name, shape and dtype of each tensor of a batch."""
-    return tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.tensors.items())
