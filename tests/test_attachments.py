@@ -81,7 +81,7 @@ def of_each(model: nn.Module, batch: Any) -> Tensor:
 
 JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None, loss=class_loss)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
-    "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py"}),
+    "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py", "replica/attach.py"}),
     "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
     "batch statistics": (
         replace(JOB, model=normed), replace(JOB, model=unnormed), "dp=2",
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
     ),
     "borrowed": (
         replace(JOB, model=Tied), JOB, "pp=2,microbatches=2",
-        {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py", "replica/attach.py"},
+        {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py", "replica/attach.py", "replica/gradient_completion.py"},
     ),
 }  # fmt: skip
 

@@ -17,10 +17,8 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     """What this job and plan need at the points of a step. frozen: what nothing trains."""
     at, engine, plan = replica.attached, replica.engine, replica.inner
     ownership = replica.exchange.ownership
-    world = replica.context.world if engine.stages.one_by_one else None
-    writes = step_checks.chunk_writes(
-        frozen, replica.named, ownership, plan, runs_modules=engine.stages.runs_modules, world=world
-    )
+    runs_modules = engine.stages.runs_modules
+    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan, runs_modules=runs_modules)
     engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
@@ -39,10 +37,11 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     if replica.updates and (fetch := replica.updater.fetch_ahead):
         at.begin.append(lambda step: fetch())
     if writes and ownership.memory == "shared":
-        at.synced.append(writes.check_copy)
+        world = replica.context.world if engine.stages.one_by_one else None
+        at.synced.append(partial(writes.check_copy, world))
         at.published.append(writes.updated)
     if replica.scope.ends_chunks:
-        at.checked.append(lambda step: replica.scope.finish())
+        at.checked.append(replica.scope.finish)
     if engine.borrows:
         at.published.append(lambda found: engine.refresh_borrowed())
     if replica.updates and (averages := replica.updater.state.averages):

@@ -137,7 +137,7 @@ class ChunkScope:
         """Whether `finish` has something to do."""
         return bool(self._constants) or any(each.merges for each in self.statistics.values())
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has
         changed a constant."""
         for constant in self._constants:

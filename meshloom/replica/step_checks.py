@@ -135,43 +135,29 @@ class SharedWriteError(TrainingError):
 
 
 def chunk_writes(
-    frozen: NamedParameters,
-    trained: NamedParameters,
-    ownership: Ownership,
-    plan: Plan,
-    *,
-    runs_modules: bool,
-    world: Group | None,
+    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan, *, runs_modules: bool
 ) -> ChunkWrites | None:
-    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`. world: as of `ChunkWrites`."""
+    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`."""
     # values of units (zero=3) are looked at where ranks let go of them
     in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
     moving = runs_modules and not (in_units or one_copy)
     if not (frozen or one_copy or moving):
         return None
     alone = in_units or plan.num_chunks == 1
-    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving, world=world)
+    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving)
 
 
 class ChunkWrites:
     """Of one rank.
 
     frozen: parameters that nothing trains and that count as no buffers. alone: whether a chunk may write them, as there is no other.
-    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory. world: whose ranks tell each
-    other of writes in the first step; None: they do not.
+    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory.
     """
 
     def __init__(
-        self,
-        frozen: NamedParameters,
-        trained: NamedParameters,
-        *,
-        alone: bool,
-        one_copy: bool,
-        moving: bool,
-        world: Group | None,
+        self, frozen: NamedParameters, trained: NamedParameters, *, alone: bool, one_copy: bool, moving: bool
     ) -> None:
-        self._frozen, self._world = frozen, world
+        self._frozen = frozen
         self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
         self._first_looks = FIRST_LOOKS if frozen else 0
         self._moving = [each for _, each in trained] if moving else []
@@ -219,9 +205,9 @@ class ChunkWrites:
             raise untrained_write(untrained)
         self._written = next(iter(written), None)
 
-    def check_copy(self, step: int, gradients: Averaged) -> Averaged:
-        """Raise an error if the one copy was written: in the first step, before any update, `SharedWriteError` on all ranks."""
-        told = self._world if self._steps == 1 else None
+    def check_copy(self, world: Group | None, step: int, gradients: Averaged) -> Averaged:
+        """Raise an error if the one copy was written: in the first step, before any update, `SharedWriteError` on all ranks of `world`."""
+        told = world if self._steps == 1 else None
         everyone: list[str | None] = collect(told, self._written) if told else [self._written]
         name = next(filter(None, everyone), None)
         if name is not None:
