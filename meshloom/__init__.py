@@ -7,10 +7,9 @@ from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.buffer_rules import ema
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.job_functions import Metric
+from meshloom.core.job_functions import ByMetric, Metric
 from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
-from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
 from meshloom.core.moments.leaf import leaf
 from meshloom.core.plan import Plan

@@ -119,7 +119,7 @@ held_out, val_loss = Rows, job.loss
 assert len(trained(replace(job, scheduler=scheduler))) == 2
 with ml.Trainer(job, "dp=2") as trainer:
     trainer.evaluate()
-    assert trainer.replicas[0].updater.schedulers[0].state_dict()["last_epoch"] == 1
+    assert trainer.replicas[0].updater.state.schedulers[0].state_dict()["last_epoch"] == 1
 """,
     ),
     "docs/watching.md": (

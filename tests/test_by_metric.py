@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import meshloom as ml
-from meshloom.core.errors import JobError
-from meshloom.core.moments.by_metric import ByMetric, those_by_metric, without_evaluation
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.synchronous import SynchronousRun
@@ -31,14 +30,18 @@ def score(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.as_tensor(ml.step() > 2).float() + 0.0 * batch["x"].sum()
 
 
-def plateau(optimizer: Any) -> ByMetric:
-    return ml.ByMetric(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), "score")
+def plateau(optimizer: Any) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def every_two(**overrides: Any) -> ml.Evaluate:
+    metrics = {"score": score, "loss": class_loss}
+    given: dict[str, Any] = {"metrics": metrics, "every": 2, "scheduler": ml.ByMetric(plateau, "score")}
+    return ml.Evaluate(data=vectors, **{**given, **overrides})
 
 
 def job(**overrides: Any) -> ml.Job:
-    evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=2)
-    given = {"loss": class_loss, "steps": 7, "scheduler": plateau, "evaluate": evaluate}
-    return logging_job(**{**given, **overrides})
+    return logging_job(**{"loss": class_loss, "steps": 7, "evaluate": every_two(), **overrides})
 
 
 def trained(the_job: ml.Job, plan: str, **arguments: Any) -> dict[int, list[float]]:
@@ -80,9 +83,7 @@ def test_a_run_equals_a_plain_loop():
     def by_loss(optimizer: Any) -> ReduceLROnPlateau:
         return ReduceLROnPlateau(optimizer, "max", patience=0)
 
-    the_job = replace(
-        job(scheduler=lambda optimizer: ml.ByMetric(by_loss(optimizer), "loss")), optimizer=optimizer
-    )
+    the_job = replace(job(evaluate=every_two(scheduler=ml.ByMetric(by_loss, "loss"))), optimizer=optimizer)
     with ml.Trainer(the_job, "dp=2", listener=QUIET) as trainer:
         trainer.fit()
         weights = dict(trainer.replicas[0].model.state_dict())
@@ -90,14 +91,14 @@ def test_a_run_equals_a_plain_loop():
     schedulers: list[ReduceLROnPlateau] = []
     steps: list[int] = []
 
-    def evaluated(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    def step_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> None:
         schedulers.append(by_loss(made[-1])) if not schedulers else None
         if len(steps) in (2, 4, 6):
             with torch.no_grad():
                 schedulers[0].step(float(class_loss(model, vectors().fields)))
         steps.append(len(steps))
 
-    alone = in_a_plain_loop(replace(the_job, scheduler=None), evaluated)
+    alone = in_a_plain_loop(the_job, step_by_hand)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(weights[name].cpu(), value, rtol=1e-5, atol=1e-6)  # sums in other orders
 
@@ -144,17 +145,16 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
     """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""
-    evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=50, best="loss:min")  # fmt: skip
-    ends = job(evaluate=evaluate)
+    ends = job(evaluate=every_two(every=50, best="loss:min"))
     found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
     assert found is not None and found.passed, found.between
     assert [each.what.partition(" after")[0] for each in found.between][:4] == [
         "the evaluation", "the checkpoint of a run that ends with an evaluation that is not due,", "the checkpoint",
         "the checkpoint of the best evaluation,",
     ]  # fmt: skip
-    evaluated = SynchronousRun.evaluate
+    right = SynchronousRun.evaluate
     with monkeypatch.context() as planted:
-        planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: evaluated(run, due=True))
+        planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: right(run, due=True))
         found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
         assert found is not None and not found.passed
         wrong = next(each for each in found.between if not each.passed)
@@ -166,50 +166,47 @@ def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.
         assert any("best/ does not have it" in fact for each in found.between for fact in each.facts)
 
 
-def scheduled(by_metric: Callable[[Any], Any], **overrides: Any) -> None:
-    with ml.Trainer(job(scheduler=by_metric, **overrides), "dp=1", listener=QUIET):
-        pass
-
-
 def test_it_is_stepped_with_a_function_of_the_metric():
-    """A perplexity, of which a threshold of its own is meant."""
-    plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)]), threshold=0.5, threshold_mode="abs")
-    schedule = ml.ByMetric(plateau, "loss", math.exp)
-    for loss in (2.0, 1.9):
-        schedule.evaluated({"loss": loss})
-    assert plateau.best == math.exp(1.9)  # of 2.0 it is 7.39, of 1.9 6.69: better by 0.7, and the loss by 0.1
+    """A perplexity, of which a threshold of its own is meant: losses of 1.9, 1.8 and 1.7 fall by less than 0.5, their exponentials by more."""
+
+    def falls(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return 2.0 - 0.05 * torch.as_tensor(ml.step()).double() + 0.0 * batch["x"].sum()
+
+    def by(of: Callable[[float], float] | None) -> dict[int, list[float]]:
+        schedule = ml.ByMetric(
+            lambda optimizer: ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=0.5, threshold_mode="abs"
+            ),
+            "falls",
+            of,
+        )
+        return in_halves(
+            trained(job(evaluate=every_two(metrics={"falls": falls}, scheduler=schedule)), "dp=2")
+        )
+
+    assert by(math.exp) == {2: [1.0], 4: [1.0], 6: [1.0], 7: [1.0]}
+    assert by(None) == {2: [1.0], 4: [2.0], 6: [4.0], 7: [4.0]}
 
 
 def test_mistakes_are_one_sentence():
-    with pytest.raises(
-        JobError, match=r"'f1'\) goes by a metric of Job\(.*the job evaluates score, loss. Name one"
-    ):
-        scheduled(lambda optimizer: ml.ByMetric(ReduceLROnPlateau(optimizer), "f1"))
-    with pytest.raises(JobError, match="and the job has no Evaluate"):
-        scheduled(plateau, evaluate=None)
-    with pytest.raises(JobError, match="takes a scheduler, like .* not a float"):
-        ml.ByMetric(0.1, "loss")
-    with pytest.raises(JobError, match="takes a scheduler, like .* not the class ReduceLROnPlateau"):
-        ml.ByMetric(ReduceLROnPlateau, "loss")
-    with pytest.raises(JobError, match=r"StepLR goes by steps: its step\(\) takes no metric"):
-        ml.ByMetric(StepLR(torch.optim.SGD([torch.zeros(1)]), 1), "loss")
-    with pytest.raises(JobError, match=r"metric=None\) must be the name of a metric"):
-        ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), None)  # pyright: ignore[reportArgumentType]
+    sgd = torch.optim.SGD([torch.zeros(1)])
+    with pytest.raises(JobError, match=r"'f1'\) must name one of Evaluate's metrics, 'score', 'loss'\."):
+        every_two(scheduler=ml.ByMetric(plateau, "f1"))
+    with pytest.raises(JobError, match=r"must be a ByMetric, like ml\.ByMetric\(.*, 'score'\)\."):
+        every_two(scheduler=plateau)
+    with pytest.raises(JobError, match=r"write Evaluate\(\.\.\., scheduler=ml\.ByMetric\(lambda optimizer: "):
+        ml.ByMetric(ReduceLROnPlateau(sgd), "loss")  # pyright: ignore[reportArgumentType]
     with pytest.raises(JobError, match=r"of=\.\.\.\) is called with \(value\), and this function takes \(\)"):
-        ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), "loss", lambda: 1.0)  # pyright: ignore[reportArgumentType]
-    with (
-        pytest.raises(JobError, match="evaluates snapshots while workers go on"),
-        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer,
-    ):
-        trainer.fit()
-
-
-@pytest.mark.parametrize(
-    "schedulers", [plateau, lambda optimizer: [StepLR(optimizer, 1), plateau(optimizer)]]
-)
-def test_steps_are_run_without_an_evaluation_and_what_goes_by_it(schedulers: Callable[[Any], Any]):
-    """As trials of plans do, which said that the job has no Evaluate."""
-    left = without_evaluation(job(scheduler=schedulers))
-    with ml.Trainer(left, "dp=1", steps=1, listener=QUIET) as trainer:
-        trainer.fit()
-        assert those_by_metric(trainer.replicas[0].updater.schedulers) == []
+        ml.ByMetric(plateau, "loss", lambda: 1.0)  # pyright: ignore[reportArgumentType]
+    for of_optimizer, what in {
+        lambda optimizer: StepLR(
+            optimizer, 1
+        ): "returned a StepLR, which is no scheduler whose .* takes a metric",
+        lambda optimizer: 0.1: "returned a float, which is no scheduler whose",
+        lambda optimizer: ReduceLROnPlateau(sgd): "a ReduceLROnPlateau of another optimizer",
+    }.items():
+        by_it = every_two(scheduler=ml.ByMetric(of_optimizer, "loss"))
+        with pytest.raises(JobError, match=what), ml.Trainer(job(evaluate=by_it), "dp=1", listener=QUIET):
+            pass
+    with pytest.raises(PlanError, match=r"evaluates snapshots while workers go on, .*scheduler=\.\.\."):
+        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET)

@@ -166,17 +166,19 @@ def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
 def test_best_patience_and_schedules_go_by_it(tmp_path: Path):
     given = job(f1=ml.Metric(predicted, lambda ours, right: torch.tensor(0.5)))
     assert given.evaluate is not None
-    evaluate = replace(given.evaluate, best="f1:max", every=1, patience=1)
     seen: list[float] = []
 
     def of(value: float) -> float:
         seen.append(value)
         return value
 
-    given = replace(
-        given, evaluate=evaluate,
-        scheduler=lambda optimizer: ml.ByMetric(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5), "f1", of),
-    )  # fmt: skip
+    falls = ml.ByMetric(
+        lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+        "f1",
+        of,
+    )
+    evaluate = replace(given.evaluate, best="f1:max", every=1, patience=1, scheduler=falls)
+    given = replace(given, evaluate=evaluate)
     with ml.Trainer(
         given, "dp=2", devices="simulated", out=tmp_path, listener=ml.Listener(started=lambda text: None)
     ) as trainer:

@@ -10,11 +10,15 @@ from meshloom.core.precisions import PRECISIONS
 
 
 def check_exchange(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for plans under which evaluations do not decide when to stop, or parameters have no average."""
-    if job.evaluate and job.evaluate.best and not EXCHANGES[plan.exchange].synchronous:
+    """Raises `PlanError` for plans under which evaluations decide nothing, or parameters have no average."""
+    if (
+        job.evaluate
+        and (job.evaluate.best or job.evaluate.scheduler)
+        and not EXCHANGES[plan.exchange].synchronous
+    ):
         raise PlanError(
-            f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
-            "together. Leave them out, or use another exchange."
+            f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=..., scheduler=...) are for "
+            "ranks that step together. Leave them out, or use another exchange."
         )
     if job.average is not None and (why := _no_average(plan)):
         raise PlanError(f"Job(average=...) is not kept {why}. Leave one of them out.")

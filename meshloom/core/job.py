@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from meshloom.core.buffer_rules import BufferRule, check_rules
 from meshloom.core.errors import JobError
-from meshloom.core.job_functions import TAKES, LossFunction, Metric, NamedParameters, check_takes, is_count
+from meshloom.core.job_functions import (
+    TAKES,
+    ByMetric,
+    LossFunction,
+    Metric,
+    NamedParameters,
+    check_takes,
+    is_count,
+)
 
 CHECKPOINTS = ("foreground", "background")
 INITS = ("stream", "keyed")
@@ -29,6 +37,7 @@ class Evaluate:
     best: a metric and which of its values is best, like "accuracy:max": `fit()` keeps the best evaluation's checkpoint
         in best/. patience: evaluations in a row without a better value after which it stops.
     batch_size: samples of a batch over all ranks; None: as in training. A chunk holds samples of one batch.
+    scheduler: a `ByMetric`: schedulers that are stepped with a metric after each evaluation, such as `ReduceLROnPlateau`.
 
     >>> accuracy = lambda model, batch: (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
     >>> Evaluate(data=lambda: range(100), metrics={"accuracy": accuracy}, every=50).every
@@ -41,6 +50,7 @@ class Evaluate:
     best: str | None = None
     patience: int | None = None
     batch_size: int | None = None
+    scheduler: ByMetric | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.data):
@@ -66,6 +76,14 @@ class Evaluate:
             raise JobError(f"Evaluate(patience={self.patience}) waits for a better value of a metric. Name it, like best={known[0]!r}.")  # fmt: skip
         if self.batch_size is not None and not is_count(self.batch_size, 1):
             raise JobError(f"Evaluate(batch_size={self.batch_size!r}) must be a whole number of samples, 1 or more, or None.")  # fmt: skip
+        if self.scheduler is not None and not isinstance(self.scheduler, ByMetric):
+            raise JobError(
+                f"Evaluate(scheduler=...) must be a ByMetric, like ml.ByMetric(lambda optimizer: ReduceLROnPlateau(optimizer), {next(iter(self.metrics))!r})."
+            )
+        if self.scheduler is not None and self.scheduler.metric not in self.metrics:
+            raise JobError(
+                f"ByMetric(..., {self.scheduler.metric!r}) must name one of Evaluate's metrics, {', '.join(map(repr, self.metrics))}."
+            )
 
     @property
     def functions(self) -> dict[str, LossFunction]:
@@ -106,7 +124,7 @@ class Job:
     shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch
         is dropped.
     scheduler: of what `optimizer` returned; returns a learning-rate scheduler or a list of them, stepped once
-        per step (`ReduceLROnPlateau` with the step's training loss; a `ByMetric` after evaluations, with a metric).
+        per step (`ReduceLROnPlateau` with the step's training loss; after evaluations, with a metric, by `Evaluate(scheduler=...)`).
     clip_grad_norm: maximum 2-norm of the gradient of the whole model; None: no clipping.
     evaluate: what to measure on held-out data, and how often.
     tokens_per_sample: tokens of one sample, for reports of tokens per second.

@@ -1,9 +1,9 @@
-"""What the functions of a job take and return, and metrics of all samples together."""
+"""What the functions of a job take and return, metrics of all samples together, and schedulers that go by a metric."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,47 @@ class Metric:
             if not callable(function):
                 raise JobError(f"Metric({name}=...) must be a function, not {type(function).__name__}.")
         check_takes("Metric(update=...)", self.update, TAKES["loss"])
+
+
+@dataclass(frozen=True)
+class ByMetric:
+    """Schedulers that evaluations step: `Evaluate(scheduler=ByMetric(...))`. Raises `JobError`.
+
+    They are stepped after each evaluation that is due by `Evaluate.every`, with the value of `metric` there, in all ranks with the
+    same, and not after a training step. An evaluation after the last step that is not due steps nothing.
+
+    scheduler: of what the job's `optimizer` returned; returns a scheduler whose `step` takes a metric, or a list of them.
+    metric: the name of one of `Evaluate.metrics`. of: of its value, what schedulers are given in its place, as `math.exp` of a loss for its
+        perplexity.
+
+    >>> import torch
+    >>> schedule = ByMetric(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2), "val_loss", of=abs)
+    >>> schedule.value({"val_loss": -0.5, "accuracy": 0.9})
+    0.5
+    """
+
+    scheduler: Callable[[Any], Any]
+    metric: str
+    of: Callable[[float], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.scheduler):
+            raise JobError(
+                f"ByMetric takes a function that makes the scheduler, not a {type(self.scheduler).__name__}, and is an argument of Evaluate: write "
+                "Evaluate(..., scheduler=ml.ByMetric(lambda optimizer: ReduceLROnPlateau(optimizer), 'val_loss'))."
+            )
+        check_takes("ByMetric(scheduler=...)", self.scheduler, TAKES["scheduler"])
+        if self.of is not None:
+            if not callable(self.of):
+                raise JobError(
+                    f"ByMetric(..., of={self.of!r}) must be a function of the metric's value, like math.exp."
+                )
+            check_takes("ByMetric(..., of=...)", self.of, ("value",))
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """What the schedulers are stepped with. metrics: of an evaluation, by name."""
+        value = metrics[self.metric]
+        return float(self.of(value)) if self.of else value
 
 
 TAKES = {

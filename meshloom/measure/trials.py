@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshloom.core.job import Job
-from meshloom.core.moments.by_metric import without_evaluation
 from meshloom.launch.processes.launcher import run_ranks
 from meshloom.planner.pricing import Option
 from meshloom.telemetry.progress import QUIET
@@ -76,7 +76,7 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
     with Trainer(
-        without_evaluation(job), devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS
+        replace(job, evaluate=None), devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS
     ) as trainer:  # fmt: skip
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()

@@ -38,7 +38,8 @@ class OptimizerState:
 
     user: the optimizers. assignment: what they update here. offloaded: where the state is; None: in memory.
     `masters`: copies of parameters in another precision, which are saved with it. `averages`: of parameters, if the job
-    keeps some, likewise. optimizers: the user's, on this rank's parameters.
+    keeps some, likewise. optimizers: the user's, on this rank's parameters. schedulers:
+    those that go by steps, then those that go by a metric.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class OptimizerState:
         self.optimizers: Sequence[Optimizer] = user.optimizers
         self.names, self._given = user.names, user.given
         self._given_at_first = user.given  # in the run that a checkpoint is of, whose settings go on
-        self._schedulers, self._assignment = schedulers, assignment
+        self.schedulers, self._assignment = schedulers, assignment
         self._device, self._offloaded, self._traffic = device, offloaded, Traffic()
         self.masters: Sequence[OwnedSlice] = ()
         self.averages: ParameterAverages | None = None
@@ -79,7 +80,7 @@ class OptimizerState:
                     self.optimizers, self.names, self._given_at_first, strict=True
                 )
             ],
-            "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
+            "schedulers": [scheduler_values(scheduler) for scheduler in self.schedulers],
         }
 
     def other_settings(self, values: Mapping[str, Any]) -> str:
@@ -137,7 +138,7 @@ class OptimizerState:
     ) -> tuple[Callable[[str, Sequence[int], Read], None], Callable[[], None]]:
         """`load` key by key: what takes each, of the arguments of `state_loader`, and what is to be called
         after the last one."""
-        for what, here in (("optimizers", self.optimizers), ("schedulers", self._schedulers)):
+        for what, here in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
             if len(values[what]) != len(here):
                 raise CheckpointError(
                     f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run."
@@ -150,7 +151,7 @@ class OptimizerState:
                 self._assignment.from_shards.invalidate()
             pairs = zip(values["optimizers"], self._given, strict=True)
             self._given_at_first = [saved.get("given", given) for saved, given in pairs]
-            for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
+            for scheduler, saved in zip(self.schedulers, values["schedulers"], strict=True):
                 scheduler.load_state_dict(from_json(saved))
 
         placed = self._offloaded.keep if self._offloaded else None

@@ -55,7 +55,7 @@ class Updater:
     offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
     scaled: whether the loss is, so that updates may be skipped. evaluations: of the loss so far, for updates.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
-    Raises `JobError` for optimizers or schedulers that cannot be used.
+    by_metric: schedulers that evaluations step. Raises `JobError` for optimizers or schedulers that cannot be used.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Updater:
         self.takes_closures = any(map(takes_closure, user.optimizers))
         self._evaluations = 0
         _check_closures(user, ownership, offload=offload, scaled=scaled)
-        self.schedulers = make_schedulers(job, user.returned)
+        self._by_steps, self.by_metric = make_schedulers(job, user.returned)
         self.updated = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, ownership, shards
@@ -107,7 +107,9 @@ class Updater:
             ]
             self.updated = replace(self.updated, held=held)
         self.masters: Masters | None = None  # that it updates in place of parameters
-        self.state = OptimizerState(user, self.schedulers, self.updated, self._device, self._offloaded)
+        self.state = OptimizerState(
+            user, [*self._by_steps, *self.by_metric], self.updated, self._device, self._offloaded
+        )
 
     def open(self, files: Path | None) -> None:
         """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises
@@ -153,7 +155,7 @@ class Updater:
             give_back()
         if masters:
             masters.publish()
-        for scheduler in self.schedulers if not skip else ():
+        for scheduler in self._by_steps if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return None if skip else norm
 
@@ -207,11 +209,11 @@ class Updater:
 
     def notes(self) -> list[str]:
         """What the user should know of how schedulers are stepped, before the first step."""
-        looking = [scheduler for scheduler in self.schedulers if isinstance(scheduler, ReduceLROnPlateau)]
+        looking = [scheduler for scheduler in self._by_steps if isinstance(scheduler, ReduceLROnPlateau)]
         offloaded = self._offloaded.notes() if self._offloaded else []
         return offloaded + [
             f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "
-            "evaluations. Choose its patience and threshold for that, or let evaluations step it: ml.ByMetric(scheduler, 'val_loss')."
+            "evaluations. Choose its patience and threshold for that, or let evaluations step it: Evaluate(..., scheduler=ml.ByMetric(function, 'val_loss'))."
             for scheduler in looking[:1]
         ]
 

@@ -17,7 +17,6 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.job_functions import as_list
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
-from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach
 from meshloom.optimizer.state_pieces import settings
@@ -130,44 +129,39 @@ def for_optimizers(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
     return plan, [f"{why}: every rank gathers them.{instead}"]
 
 
-def make_schedulers(job: Job, returned: Any) -> list[Any]:
-    """The schedulers for what the job's optimizer function returned: none, one or several. Raises `JobError` for those that
-    cannot be used."""
-    if job.scheduler is None:
-        return []
-    schedulers = [as_scheduler(each) for each in as_list(job.scheduler(returned))]
-    for scheduler in schedulers:
+def make_schedulers(job: Job, returned: Any) -> tuple[list[Any], list[Any]]:
+    """The schedulers for what the job's optimizer function returned: those that go by steps, and by a metric of evaluations. Raises
+    `JobError` for those that cannot be used."""
+    by_steps = [as_scheduler(each) for each in as_list(job.scheduler(returned))] if job.scheduler else []
+    for scheduler in by_steps:
         if not is_scheduler(scheduler):
             raise JobError(
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
                 "CosineAnnealingLR(optimizer, 100), a function of a step's number, or a list of them."
             )
+    given = job.evaluate.scheduler if job.evaluate else None
+    by_metric = as_list(given.scheduler(returned)) if given else []
+    for scheduler in by_metric:
+        goes_by_steps = isinstance(scheduler, LRScheduler) and "metrics" not in inspect.signature(scheduler.step).parameters  # fmt: skip
+        if not is_scheduler(scheduler) or goes_by_steps:
+            raise JobError(
+                f"The function of ByMetric returned a {type(scheduler).__name__}, which is no scheduler whose step() takes a metric. Return one, like "
+                "lambda optimizer: ReduceLROnPlateau(optimizer), or use Job(scheduler=...), which goes by steps."
+            )
+    for scheduler in (*by_steps, *by_metric):
         _check_optimizer(scheduler, as_list(returned))
         scheduler_values(scheduler)  # find out now rather than at the first checkpoint
-    _check_metrics(schedulers, job)
-    return schedulers
+    return by_steps, by_metric
 
 
 def _check_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> None:
     """Raises `JobError` for a scheduler of torch whose rates are those of another optimizer."""
-    inner = scheduler.scheduler if isinstance(scheduler, ByMetric) else scheduler
-    of = inner.optimizer if isinstance(inner, LRScheduler) else None
+    of = scheduler.optimizer if isinstance(scheduler, LRScheduler) else None
     if of is not None and not any(of is each for each in optimizers):
         raise JobError(
-            f"The scheduler function returned a {type(inner).__name__} of another optimizer than the one it was given, whose rate would never change. "
+            f"The scheduler function returned a {type(scheduler).__name__} of another optimizer than the one it was given, whose rate would never change. "
             "Make it of its argument, like lambda optimizer: CosineAnnealingLR(optimizer, 100)."
         )
-
-
-def _check_metrics(schedulers: Sequence[Any], job: Job) -> None:
-    """Raises `JobError` for a metric that the job does not evaluate."""
-    known = list(job.evaluate.metrics) if job.evaluate else []
-    for each in those_by_metric(schedulers):
-        if each.metric not in known:
-            has = f"evaluates {', '.join(known)}" if known else "has no Evaluate"
-            raise JobError(
-                f"ByMetric(..., {each.metric!r}) goes by a metric of Job(evaluate=Evaluate(metrics=...)), and the job {has}. Name one of its metrics, or add it."
-            )
 
 
 def scheduler_values(scheduler: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from meshloom.comm.objects import share
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws_of_devices
 from meshloom.data.chunks import Chunk
@@ -96,7 +95,7 @@ class TeamEvaluation:
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation: those that go by a metric. metrics: of this process's first rank."""
-        if those_by_metric(self._replicas.first.updater.schedulers):
+        if self._replicas.first.updater.by_metric:
             self._replicas.together(partial(_step_schedulers, metrics=metrics))
 
     def _counted(self, chunks: Iterator[Chunk], num_batches: int | None) -> Iterator[Chunk]:
@@ -117,5 +116,7 @@ class TeamEvaluation:
 def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> None:
     """With the values of rank 0, so that a last bit cannot make ranks decide differently."""
     of_first = share(replica.context.world, dict(metrics))
-    for scheduler in those_by_metric(replica.updater.schedulers):
-        scheduler.evaluated(of_first)
+    given = replica.job.evaluate
+    assert given is not None and given.scheduler is not None
+    for scheduler in replica.updater.by_metric:
+        scheduler.step(given.scheduler.value(of_first))

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from meshloom.core.job import Job
-from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import (
@@ -233,9 +232,11 @@ class ComparisonRun:
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         """Step one device's schedulers that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the
         two decide differently."""
-        for each in those_by_metric(self.reference.schedulers):
-            value = metrics[each.metric]
-            each.scheduler.step(value if each.of is None else float(each.of(value)))
+        evaluate = self.reference.job.evaluate
+        if evaluate is not None and (given := evaluate.scheduler) is not None:
+            value = metrics[given.metric]
+            for each in self.reference.by_metric:
+                each.step(value if given.of is None else float(given.of(value)))
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""

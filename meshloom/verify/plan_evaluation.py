@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.comm.objects import collect
-from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
@@ -84,8 +83,7 @@ def checked_evaluation(
 def steps_schedulers_apart(trainer: Trainer) -> bool:
     """Whether schedulers go by a metric and training leaves them as they are in an evaluation after this step, as it is not due."""
     given = trainer.job.evaluate
-    schedulers = trainer.replicas[0].updater.schedulers
-    return given is not None and trainer.next_step % given.every != 0 and bool(those_by_metric(schedulers))
+    return given is not None and trainer.next_step % given.every != 0 and given.scheduler is not None
 
 
 def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:

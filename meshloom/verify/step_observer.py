@@ -115,7 +115,7 @@ class StepObserver:
         ]
         inconsistent = _inconsistencies(self._replica)
         updater = self._replica.updater
-        mine_set = settings_of(updater.state.optimizers, updater.schedulers, updater.learning_rates())
+        mine_set = settings_of(updater.state.optimizers, updater.state.schedulers, updater.learning_rates())
         settings: list[dict[str, Setting]] = collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(

@@ -96,15 +96,15 @@ def noisy_metrics() -> Job:
 def by_metric() -> Job:
     """The rate falls where the exponential of the loss does not by a tenth."""
 
-    def plateau(optimizer: torch.optim.Optimizer) -> ml.ByMetric:
-        falls = torch.optim.lr_scheduler.ReduceLROnPlateau(
+    def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, factor=0.3, patience=0, threshold=0.02, threshold_mode="abs"
         )
-        return ml.ByMetric(falls, "loss", of=math.exp)
 
-    job = plain(scheduler=plateau)
+    job = plain()
     assert job.evaluate
-    return replace(job, evaluate=replace(job.evaluate, every=1))
+    by = ml.ByMetric(plateau, "loss", of=math.exp)
+    return replace(job, evaluate=replace(job.evaluate, every=1, scheduler=by))
 
 
 def steep() -> Job:

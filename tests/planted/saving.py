@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import meshloom.optimizer.optimizer_state
 import meshloom.replica.replica_state
-from meshloom.core.moments.by_metric import ByMetric
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.replica.replica_state import SCALE
 from tests.planted.bugs import Patch, bug, wrap
@@ -58,7 +59,8 @@ def scale_starts_anew(patch: Patch) -> None:
 @bug("sixth/by_metric_keeps_nothing", "rate by metric", "dp=2,zero=1", phase=CHECKPOINT)
 def by_metric_keeps_nothing(patch: Patch) -> None:
     """A scheduler that goes by a metric is saved without its state."""
-    wrap(patch, ByMetric, "state_dict", lambda right, self: {})
+    values = lambda right, scheduler: right(SimpleNamespace(state_dict=dict))  # noqa: E731
+    wrap(patch, meshloom.optimizer.optimizer_state, "scheduler_values", values)
 
 
 @bug("fifth/average_not_loaded", "averages", "dp=2", phase=CHECKPOINT, quick=True)

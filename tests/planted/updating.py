@@ -8,7 +8,7 @@ from torch import Tensor
 
 import meshloom.optimizer.clipping
 import meshloom.optimizer.updater
-from meshloom.core.moments.by_metric import ByMetric
+from meshloom.core.job_functions import ByMetric
 from tests.planted.bugs import Patch, bug, wrap
 
 
@@ -36,7 +36,4 @@ def norm_of_stage(patch: Patch) -> None:
 def by_metric_without_function(patch: Patch) -> None:
     """A scheduler that goes by a metric is given the metric itself, without the function of it."""
 
-    def evaluated(right: Any, self: ByMetric, metrics: Any) -> None:
-        self.scheduler.step(metrics[self.metric])
-
-    wrap(patch, ByMetric, "evaluated", evaluated)
+    wrap(patch, ByMetric, "value", lambda right, self, metrics: metrics[self.metric])

@@ -17,9 +17,7 @@ from torch import Tensor
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.comm.simulated import simulated_groups
-from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
@@ -87,11 +85,6 @@ class Parameters:
             local=[(name, each) for name, each in named if name in here],
             user=user,
         )
-        for each in those_by_metric(self._updater.schedulers):
-            raise JobError(
-                f"ByMetric(..., {each.metric!r}) is stepped by evaluations that all ranks wait for, and exchange=async evaluates snapshots while workers go on. "
-                "Use a scheduler that goes by steps, or another exchange."
-            )
         self._first = number == 0
         buffers = model.named_buffers() if self._first else ()
         self._buffers = {name: buffer.clone() for name, buffer in buffers}

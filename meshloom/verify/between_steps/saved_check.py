@@ -15,7 +15,6 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import AVERAGE, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
-from meshloom.core.moments.by_metric import ByMetric
 from meshloom.replica.replica_state import SCALE
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
@@ -107,10 +106,9 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         [[from_json(group) for group in each["groups"]] for each in updater["optimizers"]],
         [*map(from_json, updater["schedulers"])],
     )
-    # torch's own schedulers, as what one is wrapped in saves both sides' state
-    own = [each.scheduler if isinstance(each, ByMetric) else each for each in reference.schedulers]
     for what, value in named_settings(
-        [each.param_groups for each in reference.optimizers], [each.state_dict() for each in own]
+        [each.param_groups for each in reference.optimizers],
+        [each.state_dict() for each in (*reference.schedulers, *reference.by_metric)],
     ).items():
         # the training loss that a scheduler goes by is each side's own
         if what not in ours:

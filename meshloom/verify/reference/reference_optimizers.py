@@ -14,11 +14,13 @@ from meshloom.core.job import Job
 from meshloom.verify.reference.masters import ReferenceMasters
 
 
-def made_by(job: Job, model: nn.Module | ReferenceMasters) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and the schedulers, of the model, or of what is updated in place of its parameters."""
+def made_by(job: Job, model: nn.Module | ReferenceMasters) -> tuple[list[Optimizer], list[Any], list[Any]]:
+    """The optimizers, of the model or of what is updated in place of its parameters, and the schedulers: by steps, and by a metric."""
     made = job.optimizer([(name, each) for name, each in model.named_parameters() if each.requires_grad])
     schedulers = _list_of(job.scheduler(made)) if job.scheduler else []
-    return _list_of(made), [_stepped(each) for each in schedulers]
+    given = job.evaluate.scheduler if job.evaluate else None
+    by_metric = _list_of(given.scheduler(made)) if given else []
+    return _list_of(made), [_stepped(each) for each in schedulers], by_metric
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshloom.core.moments.by_metric import ByMetric
-
 Setting = bool | float | str  # of an optimizer's group, or a scheduler
 
 
@@ -126,7 +124,7 @@ def settings_of(
 ) -> dict[str, Setting]:
     """The numbers, switches and words in groups of optimizers, those that torch's schedulers keep, and the learning rates of all groups, as a run reports
     them. rates: what it reports; None: what it should."""
-    states = [each.state_dict() if isinstance(each, LRScheduler | ByMetric) else {} for each in schedulers]
+    states = [each.state_dict() if isinstance(each, LRScheduler) else {} for each in schedulers]
     groups = [each.param_groups for each in optimizers]
     right = [float(each["lr"]) for of_one in groups for each in of_one if "lr" in each]
     reported = enumerate(right if rates is None else rates)
