@@ -90,12 +90,11 @@ def loss(model: UNet, batch: list[Tensor]) -> Tensor:
 job = ml.Job(
     model=UNet,
     loss=loss,
-    optimizer=lambda named: torch.optim.AdamW(named, lr=2e-3),
+    optimizer=lambda named: ml.Averaged(torch.optim.AdamW(named, lr=2e-3), 0.98),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600),
     data=digits,
     batch_size=32,
     steps=600,
-    average=0.98,
 )
 
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
+from meshloom.core.averaged import Averaged
 from meshloom.core.buffer_rules import ema
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from meshloom.train.trainer import Trainer
 
 __all__ = [
+    "Averaged",
     "ByMetric",
     "Circumstances",
     "Evaluate",

@@ -7,12 +7,14 @@ The default data has 30 samples and batches of 12, so that an epoch is 12, 12 an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshloom.core.averaged import Averaged
 from meshloom.core.job import Job, NamedParameters
 
 MODELS = ["mlp", "cnn", "gpt", "unused_twice", "branch"]
@@ -34,6 +36,17 @@ def make_job(model: str, optimizer: str, **overrides: Any) -> Job:
         **_OPTIMIZERS[optimizer],
     }
     return Job(**{**settings, **overrides})
+
+
+def averaged(job: Job, decay: float) -> Job:
+    """With moving averages of its parameters."""
+    function = job.optimizer
+
+    def optimizer(named: NamedParameters) -> Any:
+        made = function(named)
+        return [Averaged(each, decay) for each in made] if isinstance(made, list) else Averaged(made, decay)
+
+    return replace(job, optimizer=optimizer)
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
-from tests.jobs import class_loss, make_job, vectors
+from tests.jobs import averaged, class_loss, make_job, vectors
 
 
 def logging_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,4 +52,4 @@ def evaluated_job() -> ml.Job:
 
 def averaged_job() -> ml.Job:
     evaluate = ml.Evaluate(data=vectors, metrics={"loss": class_loss}, every=2)
-    return logging_job(loss=class_loss, average=0.75, evaluate=evaluate)
+    return averaged(logging_job(loss=class_loss, evaluate=evaluate), 0.75)

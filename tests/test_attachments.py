@@ -19,7 +19,7 @@ import meshloom as ml
 from meshloom.core.job import Job
 from meshloom.telemetry.progress import QUIET
 from meshloom.telemetry.timings import Timings
-from tests.jobs import class_loss, make_job
+from tests.jobs import averaged, class_loss, make_job
 
 ROOT = Path(ml.__file__).parent
 FIRST, LAST = 3, 5  # steps in which files are noted; the first few do more
@@ -81,7 +81,7 @@ def of_each(model: nn.Module, batch: Any) -> Tensor:
 
 JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None, loss=class_loss)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
-    "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py", "replica/attach.py"}),
+    "averages": (averaged(JOB, 0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py", "replica/attach.py"}),
     "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
     "batch statistics": (
         replace(JOB, model=normed), replace(JOB, model=unnormed), "dp=2",

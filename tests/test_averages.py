@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -28,7 +29,7 @@ from meshloom.planner.ranks import step_facts
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.progress import Listener
 from meshloom.verify.run import verify
-from tests.jobs import class_loss, make_job, vectors
+from tests.jobs import averaged, class_loss, make_job, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
 from tests.processes import on_ranks
 
@@ -42,27 +43,30 @@ QUIET = Listener(started=str, note=str)
 
 def job(**overrides: Any) -> Job:
     evaluate = Evaluate(data=vectors, metrics={"loss": class_loss}, every=2)
-    return logging_job(**{"loss": class_loss, "average": 0.75, "evaluate": evaluate, **overrides})
+    return averaged(plain(**{"evaluate": evaluate, **overrides}), 0.75)
+
+
+def plain(**overrides: Any) -> Job:
+    return logging_job(**{"loss": class_loss, **overrides})
 
 
 def on_one_device(steps: int) -> tuple[AveragedModel, list[float]]:
     """The averages, and the mean loss of all data under them, after every step."""
-    averaged: list[AveragedModel] = []
+    kept: list[AveragedModel] = []
     losses: list[float] = []
     data = vectors().fields
 
     def after(model: nn.Module, batch: dict[str, Tensor]) -> None:
         """Before the next step is taken."""
-        if not averaged:
-            averaged.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)))
+        if not kept:
+            kept.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)))
         else:
-            averaged[0].update_parameters(model)
-            losses.append(class_loss(averaged[0].module, data).item())
+            kept[0].update_parameters(model)
+            losses.append(class_loss(kept[0].module, data).item())
 
-    plain = job(average=None, evaluate=None, steps=steps)
-    model = in_a_plain_loop(plain, after)
+    model = in_a_plain_loop(plain(steps=steps), after)
     after(model, data)
-    return averaged[0], losses
+    return kept[0], losses
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def test_parameters_in_channels_last_have_averages(plan: str):
         build = of.model
         metrics = {"loss": of.loss}
         with ml.Trainer(
-            replace(of, model=lambda: build().to(memory_format=memory_format), average=0.75, evaluate=Evaluate(data=of.data, metrics=metrics, every=9)),
+            averaged(replace(of, model=lambda: build().to(memory_format=memory_format), evaluate=Evaluate(data=of.data, metrics=metrics, every=9)), 0.75),
             plan, devices="simulated", listener=QUIET, dtype=torch.float64,
         ) as trainer:  # fmt: skip
             for batch in trainer.batches():
@@ -158,7 +162,7 @@ def averages_in(path: Path) -> dict[str, Tensor]:
 def test_averages_are_evaluated_saved_and_those_of_one_device(
     plan: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
 ):
-    averaged, losses = expected
+    model, losses = expected
     found: list[float] = []
     listener = Listener(started=str, note=str, evaluated=lambda step, metrics: found.append(metrics["loss"]))
     with ml.Trainer(job(), plan, out=tmp_path, listener=listener) as trainer:
@@ -166,7 +170,7 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
         assert summary.predicted.bytes == summary.counted.bytes
     assert found == pytest.approx([losses[1], losses[3]], rel=1e-6)  # sum order: ranks
     for name, value in averages_in(tmp_path).items():
-        torch.testing.assert_close(value, averaged.module.state_dict()[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(value, model.module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long
@@ -189,9 +193,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
     """They begin with the parameters after the first step that keeps them."""
     with ml.Trainer(job(), "dp=2", steps=1, out=tmp_path, listener=QUIET) as trainer:
         trainer.fit()
-    with ml.Trainer(
-        job(average=None), "dp=2", steps=2, out=tmp_path, resume=tmp_path, listener=QUIET
-    ) as trainer:
+    with ml.Trainer(plain(), "dp=2", steps=2, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
         trainer.fit()
     assert main(["export", str(tmp_path), "--to", "torch", "--out", str(tmp_path / "none"), "--average"]) == 2
     with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
@@ -206,7 +208,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
 @pytest.mark.slow
 def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
-    small = make_job("mlp", optimizer, average=0.5, steps=3)
+    small = averaged(make_job("mlp", optimizer, steps=3), 0.5)
     found: list[dict[str, Tensor]] = []
     for number, plan in enumerate(["dp=1", f"dp=2,zero=1,{TP}"]):
         with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
@@ -216,15 +218,88 @@ def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)  # Muon's iterations round
 
 
+@pytest.mark.long
+def test_of_several_optimizers_each_is_averaged():
+    def several(*decays: float | None) -> Job:
+        def optimizer(named: Any) -> list[torch.optim.Optimizer]:
+            made = [torch.optim.SGD(named[part::2], lr=0.1) for part in (0, 1)]
+            pairs = zip(made, decays, strict=True)
+            return [each if decay is None else ml.Averaged(each, decay) for each, decay in pairs]
+
+        return replace(job(), optimizer=optimizer)
+
+    for decays in ((0.9, 0.5), (0.9, None)):
+        with (
+            pytest.raises(JobError, match=rf"{decays[0]}, {decays[1]}\. Wrap each optimizer .*\(b, 0\.999\)"),
+            ml.Trainer(several(*decays), "dp=1", listener=QUIET),
+        ):
+            pass
+    losses: list[float] = []
+    one = averaged(replace(job(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1)), 0.75)
+    for the_job in (several(0.75, 0.75), one):
+        with ml.Trainer(the_job, "dp=2,zero=1", listener=QUIET) as trainer:
+            trainer.fit()
+            losses.append(trainer.evaluate()["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_loop_without_a_job_has_averages(tmp_path: Path):
+    """Of a schedule, resumed; as `AveragedModel`."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(7, 5), vectors()
+
+    def make(of: nn.Module) -> tuple[ml.Averaged, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = ml.Averaged(torch.optim.AdamW(of.parameters(), lr=0.1), 0.75)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def step(of: nn.Module, optimizer: ml.Averaged, schedule: Any) -> None:
+        optimizer.zero_grad()
+        class_loss(of, data.fields).backward()
+        optimizer.step()
+        schedule.step()
+
+    optimizer, schedule = make(model)
+    right: AveragedModel | None = None
+    for _ in range(4):
+        step(model, optimizer, schedule)
+        right = right or AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+        right.update_parameters(model)
+    assert right is not None and optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    own = model.weight.detach().clone()
+    with optimizer.averages():
+        assert torch.equal(model.weight, right.module.weight) and not torch.equal(model.weight, own)
+    assert torch.equal(model.weight, own)
+    torch.save([model.state_dict(), optimizer.state_dict(), schedule.state_dict()], tmp_path / "last.pt")
+    other = nn.Linear(7, 5)
+    resumed, its_schedule = make(other)
+    for each, state in zip((other, resumed, its_schedule), torch.load(tmp_path / "last.pt"), strict=True):
+        each.load_state_dict(state)
+    copied, of_copy = copy.deepcopy((resumed, other))
+    for each, optimizes, steps in ((other, resumed, 1), (model, optimizer, 1), (of_copy, copied, 0)):
+        for _ in range(steps):
+            step(each, optimizes, its_schedule)
+    with optimizer.averages(), resumed.averages():
+        assert torch.equal(model.weight, other.weight)
+    with copied.averages():
+        assert torch.equal(of_copy.weight, right.module.weight)
+
+
 def test_what_has_no_average_is_refused():
-    with pytest.raises(JobError, match=r"average=1\) must be a number between 0 and 1"):
-        job(average=1)
+    sgd = torch.optim.SGD([torch.zeros(1)])
+    with pytest.raises(JobError, match=r"write optimizer=lambda named: ml\.Averaged\(.*, 0\.75\) in place"):
+        plain(average=0.75)
+    with pytest.raises(JobError, match=r"decay=1\) must be a number between 0 and 1"):
+        ml.Averaged(sgd, 1)
+    for other in ([sgd], ml.Averaged(sgd, 0.5)):
+        with pytest.raises(JobError, match="takes an optimizer of torch, like .*; of several, wrap each"):
+            ml.Averaged(other, 0.5)  # pyright: ignore[reportArgumentType]
     for plan, why in {
         "dp=2,exchange=local_sgd,local_steps=2": "where replicas have parameters of their own",
+        "dp=2,exchange=async": "where replicas have parameters of their own",
         "dp=2,precision=bf16": "whose digits are too few",
     }.items():
-        with pytest.raises(PlanError, match=why):
-            ml.Trainer(job(), plan, listener=QUIET)
+        with pytest.raises(PlanError, match=why), ml.Trainer(job(), plan, listener=QUIET) as trainer:
+            trainer.fit()
 
 
 @pytest.mark.long
@@ -271,7 +346,7 @@ def test_processes_with_one_copy_evaluate_averages(
 @pytest.mark.long
 def test_memory_of_averages_is_predicted():
     """As many bytes as there are trained parameters, on one device and in shares."""
-    found = [Readings(each) for each in (job(average=None), job())]
+    found = [Readings(each) for each in (plain(), job())]
     trained = sum(each.nbytes for each in make_job("mlp", "sgd").model().parameters())
     memories = [describe(each).memory for each in found]
     assert memories[0] and memories[1]
@@ -286,7 +361,7 @@ def test_memory_of_averages_is_predicted():
 @pytest.mark.slow
 def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
     """The embedding is also the output projection, in another stage."""
-    small = make_job("gpt", "adamw", average=0.5, steps=2)
+    small = averaged(make_job("gpt", "adamw", steps=2), 0.5)
     found: list[dict[str, Tensor]] = []
     for number, plan in enumerate(["dp=1,keyed_draws=true", "pp=2,keyed_draws=true"]):
         with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:

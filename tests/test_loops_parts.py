@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.torch.checkpoint_directory import TorchDirectory
 from meshloom.comm.turns import in_turns
+from meshloom.core.averaged import Averaged
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.part_place import PartError, PartPlace
 from meshloom.loops.part_tensor import PartParameter, PartTensor, made_part, plain, whole_tensor
@@ -631,6 +632,37 @@ def test_an_average_from_before_and_a_target_network_are_right_by_gathering() ->
         torch.testing.assert_close(average, half)
         torch.testing.assert_close(by_list, list(half.values()))
         torch.testing.assert_close(target, plus_one)
+
+
+def test_an_optimizer_with_averages_keeps_those_of_its_parts() -> None:
+    """Saved whole, and taken up from whole ones."""
+
+    def trained(model: nn.Module, optimizer: Averaged, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum(each.pow(2).sum() for each in model.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.step()
+
+    def averages_of(rank: int, group: Any | None) -> Any:
+        model = small()
+        if group:
+            ShardedModule(model, group, zero=3)
+        optimizer = Averaged(torch.optim.AdamW(model.parameters(), lr=0.1), 0.75)
+        trained(model, optimizer, 2)
+        saved = {
+            key: [whole_tensor(each).detach().clone() for each in value] if key == "averages" else value
+            for key, value in optimizer.state_dict().items()
+        }
+        again = Averaged(torch.optim.AdamW(model.parameters(), lr=0.1), 0.75)
+        again.load_state_dict(saved)
+        trained(model, again, 1)
+        with again.averages():
+            found = whole_state(model)
+        return saved["averages"], found, whole_state(model)
+
+    expected = averages_of(0, None)
+    for found in on_simulated(2, averages_of):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_copy_of_the_module_computes_with_its_own_parts() -> None:

@@ -13,7 +13,7 @@ from meshloom.core.plan import Plan
 from meshloom.verify import verified_run
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
-from tests.jobs import make_job
+from tests.jobs import averaged, make_job
 from tests.processes import on_ranks
 
 WHAT = "the checkpoint written in the background while the next step ran"
@@ -21,7 +21,7 @@ WHAT = "the checkpoint written in the background while the next step ran"
 
 def job_of() -> Job:
     job = make_job("mlp", "adamw", batch_size=13, steps=40)
-    job = replace(job, checkpoint="background", checkpoint_every=2, average=0.9)
+    job = averaged(replace(job, checkpoint="background", checkpoint_every=2), 0.9)
     metrics = {"loss": lambda model, batch: job.loss(model, batch)}
     return replace(job, evaluate=Evaluate(data=job.data, metrics=metrics, every=2))
 

@@ -65,5 +65,5 @@ class CopiedWeights:
 
 def _lacking(checkpoint: Checkpoint, kind: str) -> str:
     if kind == AVERAGE:
-        return f"{checkpoint.path} has no averages of parameters. Train with Job(average=0.999), or export without --average."
+        return f"{checkpoint.path} has no averages of parameters. Let the job's optimizer function return ml.Averaged(optimizer, 0.999), or export without --average."
     return f"{checkpoint.path}, saved under {checkpoint.plan_text}, has no masters: runs with precision=bf16 keep them. Export without --masters."

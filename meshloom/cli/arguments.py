@@ -332,7 +332,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         "--optimizer", action="store_true", help="the optimizer's state, too: three times as much with Adam"
     )
     export.add_argument(
-        "--average", action="store_true", help="the moving averages of the parameters (Job(average=...)) in their place"
+        "--average", action="store_true", help="the moving averages of the parameters (ml.Averaged) in their place"
     )  # fmt: skip
     export.add_argument(
         "--masters", action="store_true", help="of a run with precision=bf16: weights as the float32 copies that were updated"

@@ -10,7 +10,7 @@ from meshloom.core.precisions import PRECISIONS
 
 
 def check_exchange(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for plans under which evaluations decide nothing, or parameters have no average."""
+    """Raises `PlanError` for plans under which evaluations decide nothing."""
     if (
         job.evaluate
         and (job.evaluate.best or job.evaluate.scheduler)
@@ -20,13 +20,14 @@ def check_exchange(job: Job, plan: Plan) -> None:
             f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=..., scheduler=...) are for "
             "ranks that step together. Leave them out, or use another exchange."
         )
-    if job.average is not None and (why := _no_average(plan)):
-        raise PlanError(f"Job(average=...) is not kept {why}. Leave one of them out.")
 
 
-def _no_average(plan: Plan) -> str:
-    if plan.exchange != "all_reduce":
-        return f"with exchange={plan.exchange}, where replicas have parameters of their own or none"
-    if PRECISIONS[plan.precision].parameters:
-        return f"with precision={plan.precision}, whose digits are too few for it"
-    return ""
+def check_averages(exchange: str, precision: str) -> None:
+    """Raises `PlanError` for those of a plan under which parameters have no averages."""
+    why = ""
+    if exchange != "all_reduce":
+        why = f"exchange={exchange}, where replicas have parameters of their own or none"
+    elif PRECISIONS[precision].parameters:
+        why = f"precision={precision}, whose digits are too few for them"
+    if why:
+        raise PlanError(f"ml.Averaged keeps no averages with {why}. Leave one of them out.")

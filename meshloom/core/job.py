@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -111,7 +111,7 @@ class Job:
     loss: of (model, batch); returns a scalar tensor, the mean over the batch's samples, or (sum, weight), a
         scalar sum and the number of items in it, for a mean over something else (tokens, pixels).
     optimizer: of a list of (name, full-shape parameter); returns an optimizer, or a list of optimizers over
-        disjoint parameters.
+        disjoint parameters. `Averaged(optimizer, decay)` keeps moving averages of what is trained, of which evaluations are.
     data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset; its `set_epoch(epoch)` is called, if it has one.
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
@@ -135,8 +135,6 @@ class Job:
     elementwise, per_parameter: what an optimizer that is not one of torch's, or has step hooks, looks at to update an element:
         the history of that element alone (as Adam does), or of its whole parameter (as Muon does). Where neither is said, it gets
         all parameters on every rank. One that looks at more than is said gives wrong updates.
-    average: decay of an exponential moving average of the trainable parameters, like 0.999: after each step it becomes
-        decay * average + (1 - decay) * parameters, beginning with those after the first. Evaluations are of it.
     weights: where parameters and buffers start from: a .safetensors file, a directory with
         model.safetensors or model.safetensors.index.json, or a meshloom checkpoint or run directory
         (docs/weights.md). Buffers that are not persistent stay as `model` built them. A resumed checkpoint
@@ -194,15 +192,19 @@ class Job:
     keep_checkpoints: int = 2
     elementwise: bool | None = None
     per_parameter: bool = False
-    average: float | None = None
     weights: str | PathLike[str] | None = None
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     units: Sequence[str | type[nn.Module]] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
     leaves: Sequence[str | type[nn.Module]] = ()
     buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
+    average: InitVar[None] = None  # refused
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, average: Any) -> None:
+        if average is not None:
+            raise JobError(
+                f"A job's optimizer keeps averages of the parameters: write optimizer=lambda named: ml.Averaged(torch.optim.AdamW(named), {average!r}) in place of Job(average=...)."
+            )
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
@@ -226,10 +228,6 @@ class Job:
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
         _check_clip(self.clip_grad_norm)
-        if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
-            raise JobError(
-                f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
-            )
         if self.elementwise is False:
             raise JobError(
                 "Job(elementwise=False): write per_parameter=True (each whole parameter by itself), or leave it out: optimizers that are not on the list look at all "

@@ -27,7 +27,7 @@ class ParameterAverages:
     checkpoints keep them. started: whether there are any, from the first update on."""
 
     def __init__(self, decay: float, exchange: Exchange, shards: Shards) -> None:
-        self._decay, self._exchange, self._shards = decay, exchange, shards
+        self.decay, self._exchange, self._shards = decay, exchange, shards
         self.held: Sequence[OwnedSlice] = ()
         self.started = False  # on all ranks, also those that own nothing
 
@@ -37,7 +37,7 @@ class ParameterAverages:
         if not self.started:
             self._start()
         elif owned:
-            _torch._foreach_lerp_([each.tensor.data for each in self.held], owned, 1 - self._decay)
+            _torch._foreach_lerp_([each.tensor.data for each in self.held], owned, 1 - self.decay)
 
     def show(self) -> Callable[[], None]:
         """Replaces the parameters by their averages. Returns what puts this rank's own values back, after which they are to

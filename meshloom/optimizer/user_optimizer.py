@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.checkpoint.json_values import NotPlainError, to_json
+from meshloom.core.averaged import without_averages
 from meshloom.core.errors import JobError
+from meshloom.core.exchange_refusals import check_averages
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.job_functions import as_list
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
@@ -27,13 +29,14 @@ from meshloom.parameters.values.shape_alone import ShapeAlone, ValueReadError
 class UserOptimizers:
     """What the job's optimizer function returned, and all of it as a list. reaches: what the updates
     of each optimizer depend on. names: of the parameters, by optimizer and group. given: the settings of these groups as the
-    function gave them, as JSON; none where they cannot be saved."""
+    function gave them, as JSON; none where they cannot be saved. average: the decay of `Averaged`; None: no averages are kept."""
 
     returned: Any
     optimizers: list[Optimizer]
     names: list[list[list[str]]]
     given: list[list[Any]]
     reaches: list[Reach]
+    average: float | None
 
     @property
     def looks_at_all(self) -> Optimizer | None:
@@ -60,7 +63,7 @@ class UserOptimizers:
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
     """Calls `job.optimizer` with the parameters. Raises `JobError` for optimizers that cannot be used."""
     names = {id(parameter): name for name, parameter in named_parameters}
-    returned = _called(job, named_parameters)
+    returned, average = without_averages(_called(job, named_parameters))
     optimizers = _check(returned, names)
     _check_disjoint(optimizers, names)
     _check_elementwise(optimizers, job)
@@ -70,7 +73,7 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimize
     ]
     return UserOptimizers(
         returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)],
-        reaches=[reach_for(each, job) for each in optimizers],
+        reaches=[reach_for(each, job) for each in optimizers], average=average,
     )  # fmt: skip
 
 
@@ -114,7 +117,10 @@ def reach_in_words(optimizer: Optimizer) -> tuple[str, str]:
 
 
 def for_optimizers(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
-    """The plan that ranks run, which is without zero where an optimizer evaluates the loss in its update; notes for the user."""
+    """The plan that ranks run, which is without zero where an optimizer evaluates the loss in its update; notes for the user. Raises
+    `PlanError` for one that keeps no averages."""
+    if made.average is not None:
+        check_averages(plan.exchange, plan.precision)
     kind = next((type(each).__name__ for each in made.optimizers if takes_closure(each)), "")
     if plan.zero and kind:
         note = (

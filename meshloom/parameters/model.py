@@ -70,7 +70,6 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             "clip_grad_norm",
             "checkpoint_every",
             "checkpoint",
-            "average",
         )
     }
     sparse = {each.name: each.digest() for each in sparse_attributes(model)}

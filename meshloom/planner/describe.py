@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -63,7 +63,6 @@ def describe(
     program = reading.program
     with readings.timings.of("memory of a step"):
         memory, no_memory = _memory_of(program, readings)
-        memory = _with_averages(memory, program) if memory and job.average is not None else memory
     with readings.timings.of("blocks"):
         whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
@@ -103,14 +102,6 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
         return stored.value("memory", program, {**parts, "checkpoint": job.checkpoint}, Memory, predict), ""
     except NeedsValuesError as error:
         return None, str(error)
-
-
-def _with_averages(memory: Memory, program: Program) -> Memory:
-    """With the averages of trained parameters, which lie beside the optimizer's state."""
-    more = sum(each.meta.num_bytes for each in program.parameters.values() if each.meta.requires_grad)
-    copied = more if memory.copied else 0
-    peaks = {phase: peak + more + copied for phase, peak in memory.peaks.items()}
-    return replace(memory, optimizer=memory.optimizer + more, copied=memory.copied + copied, peaks=peaks)
 
 
 def _is_foreign(node: Node) -> bool:

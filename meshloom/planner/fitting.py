@@ -85,7 +85,7 @@ def state_bytes(job: Job, named: NamedParameters) -> StateBytes | None:
         made = make_without_values(job, trainable)
     if made is None:
         return None
-    averages = [each for _, each in trainable] if job.average is not None else []
+    averages = [each for _, each in trainable] if made.average is not None else []
     return StateBytes(
         total=sum(map(expected_state_bytes, made.optimizers))
         + sum(each.nbytes for each in [*masters, *averages]),

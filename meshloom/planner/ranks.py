@@ -285,8 +285,6 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
 
 
 def _of_job(facts: StepFacts, readings: Readings, plan: Plan, samples: int) -> StepFacts:
-    """With as many bytes again as there are trained parameters, if the job keeps their averages; and what comparing the
-    program takes, where the plan needs one."""
-    averages = 0.0 if readings.job.average is None else 1.0
+    """With what comparing the program takes, where the plan needs one."""
     comparison = readings.comparison_bytes(samples) if plan.divides_loss else 0
-    return replace(facts, optimizer_factor=facts.optimizer_factor + averages, comparison=comparison)
+    return replace(facts, comparison=comparison)

@@ -300,8 +300,11 @@ def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> None:
         for optimizer in updater.state.optimizers
         for number, group in enumerate(optimizer.param_groups)
     ]
+    averages = updater.state.averages
+    decay = {"the decay of averages": json.dumps(averages.decay if averages else None)}
     mine = [
-        {"class": json.dumps(type(optimizer).__name__), **_settings(group)} for optimizer, _, group in groups
+        {"class": json.dumps(type(optimizer).__name__), **decay, **_settings(group)}
+        for optimizer, _, group in groups
     ]
     everyone: list[list[dict[str, str]]] = collect(world, mine)
     fewest = min(map(len, everyone))

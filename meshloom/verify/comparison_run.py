@@ -89,7 +89,7 @@ class ComparisonRun:
         self._explained = ""  # by which factor
         self._differing: DifferingTensor | None = None  # the first
         self._whole: WholeBatch | None = None
-        self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
+        self._averages = AverageErrors(reference.decay) if reference.decay is not None else None
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._buffer_effects: Mapping[str, float] = {}

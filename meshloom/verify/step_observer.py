@@ -86,7 +86,7 @@ class StepObserver:
         self._chunks = []  # those of further evaluations, which LBFGS makes
         self._replica.context.activity.enter("comparing", result.step)
         each_of_state(self._replica, partial(self._tell, "add_state"))
-        if self._replica.job.average is not None:
+        if self._replica.updater.state.averages is not None:
             self._tell("begin_averages")
             each_average(self._replica, partial(self._tell, "add_average"))
         record = self._record(result)

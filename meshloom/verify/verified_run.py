@@ -92,15 +92,17 @@ class VerifiedRun:
                 self._take(trainer, range(steps))
         else:
             # the second one after resuming is the first whose learning rate the schedule computes
-            self._whole(max(steps, 3 if self.job.average is None else 4))
+            self._whole(max(steps, 3))
         if self.comparison:
             self.report = self._reported(self.comparison.result())
         self.comparison = None  # lets go of one device
 
     def _whole(self, steps: int) -> None:
-        total = max(self.job.steps, steps)
+        total = max(self.job.steps, steps, 4)  # averages take one step more
         with ExitStack() as around:
             with self._opened(total) as trainer:
+                averages = trainer.replicas[0].updater.state.averages is not None
+                steps = max(steps, 4) if averages else steps  # in the first step averages are the parameters
                 if not self._take_until_updated(trainer, steps - 2, total):
                     return
                 after = range(trainer.next_step, trainer.next_step + 2)
@@ -117,7 +119,7 @@ class VerifiedRun:
             del trainer  # before the next one needs as much memory
             with self._opened(total, resume=path) as trainer:
                 passed = resumed = self._take(trainer, after, moment=_RESUMED)
-                if passed and self.job.average is not None:  # in the first step averages are the parameters
+                if passed and averages:
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, moment=_NEXT_EPOCH)
                 compare = self.comparison and self.comparison.check_saved

@@ -18,6 +18,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from tests.equality.model import Model
+from tests.jobs import averaged
 
 Case = Mapping[str, str]  # the value of each setting, as text
 MOST_RANKS = 8
@@ -176,7 +177,7 @@ def job_of(model: Model, case: Case) -> Job:
     }
     size = {"uneven": max(1, full - 1), "few": max(1, chunks // 2)}.get(kind, full)
     number = STEPS * size + (max(1, size // 2) if kind == "short" else 0)
-    return Job(
+    job = Job(
         model=partial(with_convention, model.build) if case["init"] == "keyed" else model.build,
         data=lambda: model.samples(number),
         batch_size=size,
@@ -184,12 +185,12 @@ def job_of(model: Model, case: Case) -> Job:
         seed=3,
         init=case["init"],
         shuffle=case["order"] == "shuffled",
-        average=None if case["average"] == "none" else float(case["average"]),
         leaves=model.leaves,
         buffers=model.buffers,
         loss=model.loss,
         **update,
     )
+    return job if case["average"] == "none" else averaged(job, float(case["average"]))
 
 
 def with_convention(build: Callable[[], nn.Module]) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import meshloom as ml
 from meshloom.core.job import Job
-from tests.jobs import Samples, make_job, vectors
+from tests.jobs import Samples, averaged, make_job, vectors
 from tests.planted.models import (
     Cooling,
     Finer,
@@ -238,7 +238,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "branching": lambda: plain("branch", "sgd"),
     "dropping": dropping,
     "text": lambda: plain("gpt"),
-    "averages": lambda: plain(average=0.8),
+    "averages": lambda: averaged(plain(), 0.8),
     "metric of the step": rising,
     "two noisy metrics": noisy_metrics,
     "rate by metric": by_metric,
@@ -252,7 +252,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "finer": finer,
     "recurrent": lambda: sequences(Tagger),
     "tied thrice": lambda: sequences(TiedThrice),
-    "tied with averages": lambda: evaluated(replace(sequences(TiedThrice), average=0.8)),
+    "tied with averages": lambda: averaged(evaluated(sequences(TiedThrice)), 0.8),
     "padded": padded,
     "routed": lambda: rows(Routed),
     "swapping": lambda: rows(Swapping),

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.comm.simulated import simulated_groups
+from meshloom.core.exchange_refusals import check_averages
 from meshloom.core.job import Job
 from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.updater import Updater
@@ -77,6 +78,8 @@ class Parameters:
         self._alone = simulated_groups(1)[0]
         here = {each.name for each in self._slices}
         user = make_optimizers(job, named)
+        if user.average is not None:
+            check_averages("async", "")
         refuse_sparse_adam(user.optimizers, "in messages of exchange=async")
         self._updater = Updater(
             replace(job, clip_grad_norm=None),  # see `_scale`

@@ -42,12 +42,13 @@ def open_updater(
             offload,
             scaled=scaled,
         )
-        if job.average is not None:
+        if made.average is not None:
             if parts_of(exchange, SparseGradients):
                 raise JobError(
-                    "Job(average=...) is of parameters with dense gradients, and an embedding has sparse ones, of which only used rows are sent. Use sparse=False."
+                    "Averages are of parameters with dense gradients, and an embedding has sparse ones, of which only used rows are sent. "
+                    "Use sparse=False, or leave ml.Averaged out."
                 )
-            updater.state.averages = ParameterAverages(job.average, exchange, shards)
+            updater.state.averages = ParameterAverages(made.average, exchange, shards)
         return updater
     masters = values.open(exchange.ownership, local, whole, shards, made, refused)
     updater = Updater(

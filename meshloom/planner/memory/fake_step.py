@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SparseAdam
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshloom.core.averaged import without_averages
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import NamedParameters
 from meshloom.core.job_functions import as_list
@@ -89,7 +90,9 @@ class FakeStep:
         """Runs two steps, of which the first creates the state. Returns the state's bytes."""
         masters = _masters_of(trainable) if has_masters(optimizer) else {}
         given: Any = [(name, masters.get(name, each)) for name, each in trainable]
-        made = as_list(optimizer(list(given)))
+        returned, decay = without_averages(optimizer(list(given)))
+        made = as_list(returned)
+        averages = [torch.empty_like(each) for _, each in trainable] if decay is not None else []
         optimizers = [
             each for each in made if is_known(each) and type(each) is not SparseAdam
         ]  # gradients are dense here
@@ -106,7 +109,7 @@ class FakeStep:
                 for state in each.state.values()
                 for tensor in tensors_in(state)
             }
-            states |= {id(each): each for each in masters.values()}
+            states |= {id(each): each for each in (*masters.values(), *averages)}
             self.master_gradients = sum(each.nbytes for each in masters.values() if each.grad is not None)
             for each in masters.values():
                 each.grad = None

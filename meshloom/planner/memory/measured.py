@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.averaged import without_averages
 from meshloom.core.job import Job
 from meshloom.core.job_functions import as_list
 from meshloom.core.moments.branches import branches_as_written
@@ -48,8 +49,9 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
             }
             masters = [(copies[name], each) for name, each in named if name in copies]
             named = [(name, copies.get(name, each)) for name, each in named]
-        made: Any = job.optimizer(named)
+        made, decay = without_averages(job.optimizer(named))
         optimizers = as_list(made)
+        averages = [each.detach().clone() for each in parameters] if decay is not None else []
 
         def backward(loss: Any) -> None:
             (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
@@ -83,7 +85,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
             for each in optimizers
             for leaf in tree_leaves(list(each.state.values()))
             if isinstance(leaf, Tensor)
-        ] + [master for master, _ in masters]
+        ] + [*averages, *(master for master, _ in masters)]
         standing = {
             "parameters": list(model.parameters()),
             "buffers": list(model.buffers()),

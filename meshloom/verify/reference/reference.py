@@ -67,7 +67,7 @@ class Reference:
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            self.optimizers, self.schedulers, self.by_metric = made_by(job, self.updated)
+            self.optimizers, self.schedulers, self.by_metric, self.decay = made_by(job, self.updated)
             self._batches_left = enumerate(read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.buffers = ReferenceBuffers(job, self.model)

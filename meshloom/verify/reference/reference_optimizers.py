@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from meshloom.core.averaged import Averaged
 from meshloom.core.job import Job
 from meshloom.verify.reference.masters import ReferenceMasters
 
 
-def made_by(job: Job, model: nn.Module | ReferenceMasters) -> tuple[list[Optimizer], list[Any], list[Any]]:
-    """The optimizers, of the model or of what is updated in place of its parameters, and the schedulers: by steps, and by a metric."""
-    made = job.optimizer([(name, each) for name, each in model.named_parameters() if each.requires_grad])
+def made_by(
+    job: Job, model: nn.Module | ReferenceMasters
+) -> tuple[list[Optimizer], list[Any], list[Any], float | None]:
+    """The optimizers, of the model or of what is updated in place of its parameters; the schedulers, by steps and by a metric; the decay
+    of averages, if there are any."""
+    made: Any = job.optimizer([(name, each) for name, each in model.named_parameters() if each.requires_grad])
+    decay = next((each.decay for each in _list_of(made) if isinstance(each, Averaged)), None)
+    if decay is not None:
+        made = [each.optimizer for each in made] if isinstance(made, list | tuple) else made.optimizer
     schedulers = _list_of(job.scheduler(made)) if job.scheduler else []
     given = job.evaluate.scheduler if job.evaluate else None
     by_metric = _list_of(given.scheduler(made)) if given else []
-    return _list_of(made), [_stepped(each) for each in schedulers], by_metric
+    return _list_of(made), [_stepped(each) for each in schedulers], by_metric, decay
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
