@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from meshloom import (
+    Averaged,
     ByMetric,
     Circumstances,
     Evaluate,
@@ -178,6 +179,7 @@ __all__ = [
     "Action",
     "Adafactor",
     "AdamW",
+    "Averaged",
     "ByMetric",
     "Circumstances",
     "DataLoader",
