@@ -203,7 +203,8 @@ class Job:
     def __post_init__(self, average: Any) -> None:
         if average is not None:
             raise JobError(
-                f"A job's optimizer keeps averages of the parameters: write optimizer=lambda named: ml.Averaged(torch.optim.AdamW(named), {average!r}) in place of Job(average=...)."
+                "A job's optimizer keeps averages of the parameters: write optimizer=lambda named: ml.Averaged(torch.optim.AdamW(named), "
+                f"{average!r}) in place of Job(average=...)."
             )
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
