@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 import meshloom.optimizer.optimizer_state
 import meshloom.replica.replica_state
 from meshloom.optimizer.averages import ParameterAverages
@@ -59,7 +61,11 @@ def scale_starts_anew(patch: Patch) -> None:
 @bug("sixth/by_metric_keeps_nothing", "rate by metric", "dp=2,zero=1", phase=CHECKPOINT)
 def by_metric_keeps_nothing(patch: Patch) -> None:
     """A scheduler that goes by a metric is saved without its state."""
-    values = lambda right, scheduler: right(SimpleNamespace(state_dict=dict))  # noqa: E731
+
+    def values(right: Any, scheduler: Any) -> Any:
+        goes_by_metric = isinstance(scheduler, ReduceLROnPlateau)
+        return right(SimpleNamespace(state_dict=dict) if goes_by_metric else scheduler)
+
     wrap(patch, meshloom.optimizer.optimizer_state, "scheduler_values", values)
 
 
