@@ -409,6 +409,7 @@ class TwiceThroughOneLayer(nn.Module):
         return self.head(torch.tanh(self.first(x)))
 
 
+@pytest.mark.long
 def test_a_stage_that_updates_nothing_waits_for_none_of_the_others():
     """Its replicas have a copy of the parameters each, and those of the other stage one for all."""
     tied = replace(job(), model=TwiceThroughOneLayer)

@@ -63,6 +63,7 @@ def total(records: dict[str, NodeRecord], side: str) -> int:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.long
 def test_flops_are_those_of_the_formula(readings: Readings, tp: int) -> None:
     found = records_of(rank_program(readings, 8, tp), tp=tp)
     assert total(found, "forward") == products(8) // tp
@@ -116,6 +117,7 @@ def test_other_sizes_follow_from_two(parts: ClusterParts, readings: Readings) ->
 
 
 @pytest.mark.parametrize("count", [4, 20])
+@pytest.mark.long
 def test_stages_add_up(count: int, parts: ClusterParts) -> None:
     part = parts.of(2)
     (whole,) = part.stages(1, 4, "none")
@@ -157,6 +159,7 @@ def test_bytes_along_dp(parts: ClusterParts) -> None:
         "pp=2,microbatches=4,schedule=gpipe",
     ],
 )
+@pytest.mark.long
 def test_memory_and_bytes_are_those_that_describe_says(
     text: str, parts: ClusterParts, readings: Readings
 ) -> None:

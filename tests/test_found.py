@@ -165,6 +165,7 @@ print(make_schedule("found", 3, 5, durations=Durations(forward=[1, 2, 1.5], inpu
 """
 
 
+@pytest.mark.long
 def test_equal_numbers_give_equal_schedules_in_every_process():
     texts = [
         subprocess.run(

@@ -173,6 +173,7 @@ def test_a_plain_value_that_changes_is_refused() -> None:
     refused(by_batch, r"largest \(.*\) cannot be one operator: (what it is given|it is called otherwise)")
 
 
+@pytest.mark.long
 def test_a_module_that_is_not_the_models_is_refused() -> None:
     other = nn.GRU(WIDTH, WIDTH, batch_first=True)
     refused(
@@ -367,6 +368,7 @@ def test_a_gradient_that_the_loss_takes_through_it_is_refused() -> None:
 # 6
 
 
+@pytest.mark.long
 def test_modes_and_autocast_are_those_of_the_call() -> None:
     def call(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -399,6 +401,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
     assert "Or mark the function around it with @ml.leaf." in text
 
 
+@pytest.mark.long
 def test_a_shape_that_changes_later_is_an_error_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(lambda net, x, batch: later(x).mean(1, keepdim=True))
     with ml.Trainer(job, Plan.parse("tp=2"), devices="simulated") as trainer:
@@ -473,6 +476,7 @@ def test_metrics_and_losses_may_use_it() -> None:
 # 10
 
 
+@pytest.mark.long
 def test_describe_says_its_share() -> None:
     (note,) = describe(Readings(job_of(reading))).opaque
     assert note.startswith(

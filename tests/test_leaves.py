@@ -221,6 +221,7 @@ def test_a_named_leaf_may_be_most_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_plan_under_which_nothing_is_divided_is_refused(plan: str) -> None:
     job = job_of(lambda: Net([], "rr"), leaves=[Net])
     sentence = f"{plan} divides nothing of this model: leaves .the model. run whole on every rank"

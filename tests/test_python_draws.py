@@ -182,6 +182,7 @@ def leaf_job(model: Any = Jittered, **settings: Any) -> Job:
 @pytest.mark.parametrize(
     "plan", ["tp=2,microbatches=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_leaves_draw_in_programs_as_they_do_on_replicas(plan: str) -> None:
     check_equal(trained(leaf_job(), plan), trained(leaf_job(), "microbatches=2"))
 

@@ -75,6 +75,7 @@ def test_it_equals_one_device_in_metrics_too(plan: str) -> None:
     assert report is not None and report.passed
 
 
+@pytest.mark.long
 def test_it_is_an_input_where_it_is_used() -> None:
     def inputs(loss: Any, model: Any) -> list[str]:
         job = job_of(loss, model)
@@ -123,6 +124,7 @@ def test_a_leaf_has_the_number() -> None:
     assert losses(job_of(model=Model), "tp=2") == pytest.approx(losses(job_of(model=Model), "dp=1"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_builtins_are_pythons_again() -> None:
     CapturedLoss(job_of()).capture(first_batches(job_of(), 2, 6))
     assert min.__module__ == max.__module__ == "builtins" and min(random.sample(range(9), 9)) == 0

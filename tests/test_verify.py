@@ -112,6 +112,7 @@ class Narrow(nn.Module):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.long
 def test_a_job_whose_own_dtypes_make_float64_impossible_is_told_so(plan: str):
     job = replace(make_job("mlp", "sgd"), model=lambda: normed(Narrow()))
     with pytest.raises(JobError, match=r"In float64 this job cannot be computed.* without --dtype"):
@@ -123,6 +124,7 @@ class Doubled(nn.Module):
         return torch.sigmoid(x).mul_(2)
 
 
+@pytest.mark.long
 def test_a_job_that_breaks_its_own_backward_is_told_so_and_nothing_of_dtypes():
     with pytest.raises(Exception, match="modified by an inplace operation") as raised:
         run(replace(make_job("mlp", "sgd"), model=lambda: normed(Doubled())), "dp=2", torch.float64)

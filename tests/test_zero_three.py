@@ -105,6 +105,7 @@ def apart(model: Any, batch: Any) -> Tensor:
     ],
     ids=("no samples", "the end of a forward", "gathered rows", "batch statistics"),
 )
+@pytest.mark.long
 def test_replicas_gather_units_until_all_exchange_something_else(
     changes: dict[str, Any], settings: str
 ) -> None:

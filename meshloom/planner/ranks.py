@@ -281,10 +281,5 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
             facts = make()
         else:
             facts = stored.value("facts", reading.program, {**parts, **settings}, StepFacts, make)
-    return _of_job(facts, readings, plan, sizes[0])
-
-
-def _of_job(facts: StepFacts, readings: Readings, plan: Plan, samples: int) -> StepFacts:
-    """With what comparing the program takes, where the plan needs one."""
-    comparison = readings.comparison_bytes(samples) if plan.divides_loss else 0
+    comparison = readings.comparison_bytes(sizes[0]) if plan.divides_loss else 0
     return replace(facts, comparison=comparison)
