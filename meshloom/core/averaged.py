@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshloom.core.errors import JobError
-from meshloom.core.job_functions import as_list
 
 _torch: Any = torch
 
@@ -96,22 +95,6 @@ class Averaged(Optimizer):
     @property
     def _parameters(self) -> list[Tensor]:
         return [each.detach() for group in self.optimizer.param_groups for each in group["params"]]
-
-
-def without_averages(returned: Any) -> tuple[Any, float | None]:
-    """What a job's optimizer function returned, with the optimizers within those that are `Averaged`; and the decay, None without. Raises
-    `JobError` where they have different ones."""
-    given = as_list(returned)
-    decays = [each.decay if isinstance(each, Averaged) else None for each in given]
-    if len(set(decays)) > 1:
-        raise JobError(
-            f"Averages are of all trainable parameters, with one decay, and those of the optimizers are {', '.join(map(str, decays))}. Wrap each optimizer "
-            "that the function returns: [ml.Averaged(a, 0.999), ml.Averaged(b, 0.999)]."
-        )
-    if not decays or decays[0] is None:
-        return returned, None
-    plain = [each.optimizer for each in given]
-    return plain if isinstance(returned, list | tuple) else plain[0], decays[0]
 
 
 def _set(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshloom.core.averaged import Averaged
 from meshloom.core.errors import JobError
 
 # A scalar mean over the batch's samples, or (sum, weight): a scalar sum and the number of items in it.
@@ -125,3 +126,19 @@ def check_takes(setting: str, function: Any, given: Sequence[str], advice: str =
 def as_list(given: Any) -> list[Any]:
     """What may be given, or returned, as one thing or as several."""
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def without_averages(returned: Any) -> tuple[Any, float | None]:
+    """What a job's optimizer function returned, with the optimizers within those that are `Averaged`; and the decay, None without. Raises
+    `JobError` where they have different ones."""
+    given = as_list(returned)
+    decays = [each.decay if isinstance(each, Averaged) else None for each in given]
+    if len(set(decays)) > 1:
+        raise JobError(
+            f"Averages are of all trainable parameters, with one decay, and those of the optimizers are {', '.join(map(str, decays))}. Wrap each optimizer "
+            "that the function returns: [ml.Averaged(a, 0.999), ml.Averaged(b, 0.999)]."
+        )
+    if not decays or decays[0] is None:
+        return returned, None
+    plain = [each.optimizer for each in given]
+    return plain if isinstance(returned, list | tuple) else plain[0], decays[0]

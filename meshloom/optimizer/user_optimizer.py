@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.checkpoint.json_values import NotPlainError, to_json
-from meshloom.core.averaged import without_averages
 from meshloom.core.errors import JobError
 from meshloom.core.exchange_refusals import check_averages
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.job_functions import as_list
+from meshloom.core.job_functions import as_list, without_averages
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.plan import Plan
 from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import SparseAdam
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.core.averaged import without_averages
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import NamedParameters
-from meshloom.core.job_functions import as_list
+from meshloom.core.job_functions import as_list, without_averages
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.reach import expected_state_bytes, is_known
 from meshloom.pipeline.schedules.schedule import Action

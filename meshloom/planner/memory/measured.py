@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshloom.core.averaged import without_averages
 from meshloom.core.job import Job
-from meshloom.core.job_functions import as_list
+from meshloom.core.job_functions import as_list, without_averages
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
