@@ -60,7 +60,7 @@ def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
     yield from (f"not possible: {plan}: {why}" for plan, why in advice.refused.items())
     if was_tried:
         yield "measured: a step, median of some on this machine; the recommended plan is of those that were tried"
-    yield "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one"
+    yield "seconds: without reading data"
 
 
 def advice_records(advice: Advice) -> list[dict[str, Any]]:
