@@ -133,10 +133,12 @@ def test_plain_copies_tell_a_loss_over_shares_from_a_mistake(equal: bool, said: 
 
 def test_batch_statistics_of_microbatches_are_named_in_place_of_a_mistake():
     plan, norms = Plan.parse("dp=2,pp=2,microbatches=2"), ["1"]
-    why = why_no_copies(plan, draws=False, batch_norms=norms)
+    why = why_no_copies(plan, draws=False, weighs=False, batch_norms=norms)
     assert why == "1 normalizes by the statistics of microbatches, and they have none"
-    assert why_no_copies(Plan(dp=2), draws=False, batch_norms=norms) is None
-    assert why_no_copies(plan, draws=False, batch_norms=[]) is None
+    assert why_no_copies(Plan(dp=2), draws=False, weighs=False, batch_norms=norms) is None
+    assert why_no_copies(plan, draws=False, weighs=False, batch_norms=[]) is None
+    by_rows = why_no_copies(Plan(dp=2), draws=False, weighs=True, batch_norms=[])
+    assert by_rows == "its calls count by parallel(weight=...), and theirs by rows"
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     text = "\n".join(verdict(plan, whole, why, drew=True, draws=False, batch_norms=norms))
     assert "1: batch normalization by the statistics of shares" in text and "mistake" not in text

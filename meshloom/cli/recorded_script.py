@@ -89,6 +89,7 @@ def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
                 no_draws_within(module)
             if run.how == "alone":
                 notes.watch(module, dtype)
+                notes.weighs |= kwargs.get("weight") is not None
             module = copies.made(module) if copies else before(module, methods=methods, **kwargs)
             executions[module] = execution_of(module) if run.how == "plan" else None
             return module

@@ -89,7 +89,8 @@ def _compared(runs: _Runs, plan: Plan) -> ScriptResult:
         )
     copies: ScriptComparison | str | None = None
     if whole.first is not None and plan.dp > 1:
-        copies = why_no_copies(plan, draws=alone.notes["draws"], batch_norms=alone.notes["batch_norms"])
+        of_copies = {name: alone.notes[name] for name in ("draws", "weighs", "batch_norms")}
+        copies = why_no_copies(plan, **of_copies)
         if copies is None:
             found = runs.recorded("copies", Plan(dp=plan.dp))
             copies = compare_scripts(under_plan.steps, found.steps, tolerance)

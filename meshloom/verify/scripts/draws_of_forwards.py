@@ -22,11 +22,12 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 @dataclass(kw_only=True)
 class ForwardNotes:
     """draws: whether a forward in training has moved a generator. lowered: precisions below the parameters' that are computed
-    in. batch_norms: modules that normalize by the statistics of their batch."""
+    in. batch_norms: modules that normalize by the statistics of their batch. weighs: whether a module's calls count by `parallel(weight=...)`."""
 
     draws: bool = False
     lowered: list[str] = field(default_factory=list[str])
     batch_norms: list[str] = field(default_factory=list[str])
+    weighs: bool = False
 
     def watch(self, module: nn.Module, precision: torch.dtype) -> None:
         """Note what this module's forwards do from now on."""

@@ -44,10 +44,12 @@ def verdict(
     return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
 
 
-def why_no_copies(plan: Plan, *, draws: bool, batch_norms: Sequence[str]) -> str | None:
-    """Why plain copies, one for each replica, would not compute what the plan does; None: they would."""
+def why_no_copies(plan: Plan, *, draws: bool, weighs: bool, batch_norms: Sequence[str]) -> str | None:
+    """Why plain copies, one for each replica, would not compute what the plan does; None: they would. weighs: whether a module has a weight of its own."""
     if draws:
         return "its forward draws"
+    if weighs:
+        return "its calls count by parallel(weight=...), and theirs by rows"
     if batch_norms and plan.num_chunks > plan.dp:
         return f"{shown_names(batch_norms)} normalizes by the statistics of microbatches, and they have none"
     return None
