@@ -134,7 +134,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"microbatches": 2, "dp": 2}])
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}])
 def test_memory_of_a_step_is_that_of_all_of_them(stack: Program, whole: Any, settings: dict[str, int]):
     def found() -> Any:
         return predict_memory(stack, adamw, **settings)

@@ -62,6 +62,8 @@ def prepare(replica: Replica) -> None:
         weights = agree_on_weights(job, model, context.world)
         stages = _stages_of(replica)
         replica.copied += start.settle(weights, fixed=stages.fixes_attributes)
+        if stages.fixes_attributes:
+            make_dense(model)  # programs' gradients are
     engine = replica.engine = Engine(plan, context, stages, timings)
     units = find_units(model, chosen=job.units, large_bytes=plan.bucket_bytes) if plan.zero == 3 else ()
     replica.scope = ChunkScope(job, plan, context, model, dtype=replica.dtype)
@@ -108,7 +110,6 @@ def _stages_of(replica: Replica) -> Stages:
     if not plan.divides_loss:
         return ModuleStages(job, plan, context, updates=replica.updates)
     step_checks.check_readable(replica.model)
-    make_dense(replica.model)  # programs' gradients are
     return ProgramStages(
         with_logs(job), plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored
     )
