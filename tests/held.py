@@ -16,9 +16,9 @@ from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk, with_equal_draws
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
+from meshloom.verify.tolerances.gradient_errors import GradientErrors
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
-from meshloom.verify.tolerances.state_errors import BufferTolerances, StateErrors, UpdateTolerances
+from meshloom.verify.tolerances.state_errors import StateErrors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +63,15 @@ def compare_records(
 ) -> Comparison:
     """One step of both sides, whose parameters were `before`."""
     comparer.note(one.casts)
-    gradients = GradientErrors(one.gradients, one.step, Rounding())
+    gradients = GradientErrors(one.gradients, one.step)
     for name, each in ours.gradients.items():
         gradients.compare(name, each)
     optimizers = {cast.place for cast in one.casts if cast.in_optimizer}
     lower = most_tolerated(torch.bfloat16) if optimizers else 0.0
-    updates = UpdateTolerances(
-        by_name=dict.fromkeys(one.parameters, max(lower, unmeasured_through(comparer.precision))),
-        other=unmeasured_through(comparer.precision),
-    )
+    updates = dict.fromkeys(one.parameters, max(lower, unmeasured_through(comparer.precision)))
     state = StateErrors(
-        one.parameters, before, one.buffers, changed=one.buffers.keys(), step=one.step, updates=updates,
-        rounding=BufferTolerances(partial=comparer.partial),
+        one.parameters, before, one.buffers, changed=dict.fromkeys(one.buffers, 0.0), step=one.step, updates=updates,
+        partial=comparer.partial,
     )  # fmt: skip
     for name, each in {**ours.parameters, **ours.buffers}.items():
         state.compare(name, each)

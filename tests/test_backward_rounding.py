@@ -16,7 +16,7 @@ from meshloom.exchange.alone import Alone
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import backward_effect, outputs_effect, rounding_effect
 from meshloom.verify.run import verify
-from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure
 from tests.jobs import Samples
 
 pytestmark = [pytest.mark.usefixtures("silent_export")]
@@ -122,17 +122,17 @@ def test_a_gradient_whose_terms_cancel_may_be_off_by_what_rounding_makes_of_them
     """A bias before a batch norm in float32 was off by 1.8 of itself, where 1.4 were allowed: a share of the largest gradient."""
     right = {"weight": torch.ones(4), "bias": torch.full((4,), 1.4e-6)}
     ours = right["bias"] * (1 + off)
-    alone = Rounding(measures=[lambda: {"bias": 2e-6}])
-    assert not GradientErrors(right, 0, alone).compare("bias", ours).passed
-    of_terms = Rounding(measures=alone.measures, of_terms=lambda: {"bias": 4e-6})
-    found = GradientErrors(right, 0, of_terms).compare("bias", ours)
+    alone: list[Measure] = [lambda: {"bias": 2e-6}]
+    assert not GradientErrors(right, 0, measures=alone).compare("bias", ours).passed
+    with_terms = GradientErrors(right, 0, measures=alone, of_terms=lambda: {"bias": 4e-6})
+    found = with_terms.compare("bias", ours)
     assert found.noise and found.passed == passes
 
 
 def test_a_wrong_gradient_that_is_no_noise_has_the_tolerance_of_others() -> None:
     right = {"weight": torch.ones(4), "bias": torch.full((4,), 0.1)}
-    rounding = Rounding(measures=[lambda: {"bias": 1e-4}], of_terms=lambda: {"bias": 1e-2})
-    found = GradientErrors(right, 0, rounding).compare("bias", right["bias"] * 1.1)
+    errors = GradientErrors(right, 0, measures=[lambda: {"bias": 1e-4}], of_terms=lambda: {"bias": 1e-2})
+    found = errors.compare("bias", right["bias"] * 1.1)
     assert not found.passed and not found.noise and found.tolerance < 0.06
 
 

@@ -54,20 +54,14 @@ from meshloom.verify.reference.reruns import (
 )
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
-from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     sums_in_other_orders,
     unmeasured,
     unmeasured_through,
 )
-from meshloom.verify.tolerances.state_errors import (
-    BufferTolerances,
-    StateErrors,
-    UpdateTolerances,
-    buffer_sizes,
-    update_tolerances,
-)
+from meshloom.verify.tolerances.state_errors import StateErrors, buffer_sizes, update_tolerances
 
 
 def compare_here(job: Job, *given: Any) -> ComparisonRun:
@@ -93,7 +87,7 @@ class ComparisonRun:
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._buffer_effects: Mapping[str, float] = {}
-        self._updates: UpdateTolerances
+        self._updates: Mapping[str, float] = {}  # tolerances of the newest
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -110,8 +104,8 @@ class ComparisonRun:
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
         self._changed = frozenset(changed_buffers(reference))
         # after a difference the two have different parameters
-        rounding = _rounding_of(reference, self._comparer, self._measured if self.agrees() else None)
-        self._gradients = GradientErrors(reference.gradients, reference.step, rounding)
+        measure = self._measured if self.agrees() else None
+        self._gradients = _errors_of(reference, self._comparer, measure)
         self._wrong = {"gradient": [], "update": []}
 
     def _measured(self) -> Mapping[str, float]:
@@ -174,14 +168,10 @@ class ComparisonRun:
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
         self._updates = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
-        rounding = BufferTolerances(
-            effects=self._buffer_effects,
-            partial=comparer.partial,
-            merged=comparer.lowered if reference.plan.num_chunks > 1 else None,
-        )
+        changed = {name: self._buffer_effects.get(name, 0.0) for name in self._changed}
         self._state = StateErrors(
-            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
-            updates=self._updates, rounding=rounding
+            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=changed, step=reference.step,
+            updates=self._updates, partial=comparer.partial, merged=comparer.lowered if reference.plan.num_chunks > 1 else None
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
@@ -241,7 +231,10 @@ class ComparisonRun:
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
         averages = self._averages.values if self._averages else {}
-        return check_saved(path, what, self.reference, averages, self._updates.of, self.of_outputs)
+        return check_saved(path, what, self.reference, averages, self._update_tolerance, self.of_outputs)
+
+    def _update_tolerance(self, name: str) -> float:
+        return self._updates.get(name, unmeasured_through(self._comparer.precision))
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
@@ -251,7 +244,7 @@ class ComparisonRun:
     def add_average(self, name: str, ours: Tensor) -> None:
         """Compare the plan's average of a parameter, or any other tensor in its place."""
         if self._averages:
-            self._averages.compare(name, ours, self._reference_record.step, self._updates.of(name))
+            self._averages.compare(name, ours, self._reference_record.step, self._update_tolerance(name))
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
@@ -301,16 +294,18 @@ def _notes_on_closures(reference: Reference) -> list[str]:
     ]
 
 
-def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> Rounding:
-    """How the gradients of the reference's step may be rounded."""
-    travels = travels_at(reference.plan, reference.precision)
-    in_order = comparer.lowered and reference.plan.pp > 1
+def _errors_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> GradientErrors:
+    """Of the gradients of the reference's step. measure: its rerun with perturbed parameters; None: nothing is measured."""
+    plan, rounded = reference.plan, _rounds_gradients(reference)
+    travels = travels_at(plan, reference.precision)
+    half_units = sum_roundings(plan.num_chunks) if comparer.lowered and plan.pp > 1 else 1.0
     of_outputs = [partial(outputs_effect, reference, times) for times in (1, ENLARGED)]
-    of_backward = partial(backward_effect, reference) if rounds_partial_sums(reference.plan) else None
-    return Rounding(
-        precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
-        roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
-        measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None, measure_travels=partial(travel_effect, reference, travels)
+    of_backward = partial(backward_effect, reference) if rounds_partial_sums(plan) else None
+    return GradientErrors(
+        reference.gradients, reference.step, precision=comparer.precision if comparer.lowered else None,
+        partial_sums=half_units * torch.finfo(rounded).eps / 2 if rounded else 0.0, travels=travels,
+        measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None,
+        measure_travels=partial(travel_effect, reference, travels)
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -37,44 +36,34 @@ TIMES = 8  # the measured effect is one draw of the plan's rounding, and some no
 _CANCELLED_UNITS = 16  # of the largest gradient, by which one that is small as large terms cancel may be off
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """How the gradients of a step may be rounded.
-
-    precision: that of which some units are rounding; None: of each gradient its own. partial: what the plan rounds partial
-    sums to; None: to nothing less. roundings: half units of `partial` that a gradient may be off by. travels: how far
-    rounding on the way between replicas moves gradients that do not cancel there, relative to their size.
-    measures, of_terms, measure_travels: each called at most once; by name how far gradients move. of_terms: where the terms are moved of which they
-    are sums.
-    """
-
-    precision: torch.dtype | None = None
-    partial: torch.dtype | None = None
-    roundings: float = 1.0
-    travels: float = 0.0
-    measures: Sequence[Measure] = ()
-    of_terms: Measure | None = None
-    measure_travels: Measure | None = None
-
-    @property
-    def half_unit(self) -> float:
-        """Of the largest gradient."""
-        return 0.0 if self.partial is None else self.roundings * torch.finfo(self.partial).eps / 2
-
-
 class GradientErrors:
     """The errors of one step's averaged gradients, which arrive one by one.
 
-    reference: its gradients by name; one may be changed after it was compared.
+    reference: its gradients by name; one may be changed after it was compared. precision: that of which some units are rounding; None: of
+    each gradient its own. partial_sums: by how much of the largest gradient those that the plan rounds move any. travels: how far rounding on
+    the way between replicas moves gradients that do not cancel there, relative to their size. measures, of_terms, measure_travels: each called at
+    most once; by name how far gradients move. of_terms: where the terms are moved of which they are sums.
     """
 
-    def __init__(self, reference: Gradients, step: int, rounding: Rounding) -> None:
+    def __init__(
+        self,
+        reference: Gradients,
+        step: int,
+        *,
+        precision: torch.dtype | None = None,
+        partial_sums: float = 0.0,
+        travels: float = 0.0,
+        measures: Sequence[Measure] = (),
+        of_terms: Measure | None = None,
+        measure_travels: Measure = dict[str, float],
+    ) -> None:
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
-        self._reference, self._rounding = reference, rounding
-        self._measures = [*rounding.measures, *([rounding.of_terms] if rounding.of_terms else [])]
+        self._reference, self._own_precision = reference, precision
+        self._partial_sums, self._travels = partial_sums, travels
+        self._measures = [*measures, *([of_terms] if of_terms else [])]
+        self._of_terms, self._measured_travels = of_terms, cache(measure_travels)
         self._largest = max(self.norms.values(), default=0.0)
         self._effects: list[Mapping[str, float]] = []  # of the measures so far
-        self._travels = cache(rounding.measure_travels or dict[str, float])
         self._error = partial(TensorError, kind="gradient", step=step)
         self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
         self._compared: dict[str, TensorError] = {}
@@ -90,12 +79,12 @@ class GradientErrors:
         off, allowed = self._distance(name, ours, right), self._unmeasured(name)
         if allowed < off < math.inf:
             most = self._most(name)
-            if off > allowed and self._rounding.travels:
-                allowed = max(allowed, self._travels().get(name, 0.0))
+            if off > allowed and self._travels:
+                allowed = max(allowed, self._measured_travels().get(name, 0.0))
             for number, measure in enumerate(self._measures):
                 if off > allowed:
                     effect = self._rounding_effect(name, number)
-                    if measure is self._rounding.of_terms and TIMES * effect >= own:
+                    if measure is self._of_terms and TIMES * effect >= own:
                         most = math.inf
                     allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
         moved = off < math.inf and allowed > self._most(name)
@@ -124,20 +113,20 @@ class GradientErrors:
         return off if math.isfinite(off) else math.inf
 
     def _unmeasured(self, name: str) -> float:
-        share = unmeasured(self._precision(name)) + self._rounding.travels
-        return share * self.norms.get(name, 0.0) + self._rounding.half_unit * self._largest
+        share = unmeasured(self._precision(name)) + self._travels
+        return share * self.norms.get(name, 0.0) + self._partial_sums * self._largest
 
     def _most(self, name: str) -> float:
         # A gradient that is small because large terms cancel has their rounding error.
         precision = self._precision(name)
-        cancelled = max(_CANCELLED_UNITS * torch.finfo(precision).eps, self._rounding.half_unit)
-        share = most_tolerated(precision) + self._rounding.travels
+        cancelled = max(_CANCELLED_UNITS * torch.finfo(precision).eps, self._partial_sums)
+        share = most_tolerated(precision) + self._travels
         return share * self._size(name) + cancelled * self._largest
 
     def _precision(self, name: str) -> torch.dtype:
         reference = self._reference.get(name)
         own = torch.float64 if reference is None else reference.dtype.to_real()
-        return self._rounding.precision or own
+        return self._own_precision or own
 
     def _size(self, name: str) -> float:
         return max(self.norms.get(name, 0.0), FLOOR * self._largest)

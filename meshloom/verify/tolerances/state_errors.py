@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,28 +28,13 @@ from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_t
 _ALONE = 0.1  # of a buffer's norm: what rounding moves more is rounding alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateTolerances:
-    """By name of a parameter, the error of what its optimizer computes of equal gradients; `other` of those that have none in
-    this step."""
-
-    by_name: Mapping[str, float]
-    other: float
-
-    def of(self, name: str) -> float:
-        """Of this parameter."""
-        return self.by_name.get(name, self.other)
-
-    def steps(self, name: str) -> bool:
-        """Whether an optimizer updates this parameter in this step."""
-        return name in self.by_name
-
-
 def update_tolerances(
     optimizers: Sequence[Optimizer], casts: Sequence[Cast], names: Mapping[int, str], precision: torch.dtype
-) -> UpdateTolerances:
-    """names: of parameters, by identity. An optimizer that computes each element by itself computes the same of a slice; one
-    that adds up over a parameter does so in another order; and what one rounds to a lower precision concerns its own parameters."""
+) -> dict[str, float]:
+    """By name of a parameter that an optimizer updates in this step, the error of what it computes of equal gradients. names: by identity.
+
+    An optimizer that computes each element by itself computes the same of a slice; one that adds up over a parameter does so in another order; and
+    what one rounds to a lower precision concerns its own parameters."""
     found: dict[str, float] = {}
     for optimizer in optimizers:
         kind = type(optimizer)
@@ -66,38 +50,25 @@ def update_tolerances(
         )
         for group in optimizer.param_groups:
             found |= {names[id(each)]: allowed for each in group["params"] if id(each) in names}
-    return UpdateTolerances(by_name=found, other=unmeasured_through(precision))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferTolerances:
-    """How buffers may be rounded.
-
-    effects: by name, how far rounding moves those that a step changes, relative to their size, where that was measured, as gradients
-    needed it. merged: what the plan
-    rounds buffers to, where they are merged from what several chunks have written; None: to nothing. partial: what it rounds partial sums
-    to, of which some buffers may be statistics; None: to nothing.
-    """
-
-    effects: Mapping[str, float] = field(default_factory=dict[str, float])
-    merged: torch.dtype | None = None
-    partial: torch.dtype | None = None
+    return found
 
 
 class StateErrors:
     """The errors of one step's parameters, their updates, and buffers, which arrive one by one.
 
     parameters, buffers: the reference's after the step, by name. before: its parameters before the update,
-    which equal the plan's. changed: the buffers that the step has changed.
+    which equal the plan's. changed: the buffers that the step has changed, with how far rounding moves each, relative to its size; 0: that was
+    not measured, as no gradient needed it. updates: of `update_tolerances`. merged: what the plan rounds buffers to, where they are merged from
+    what several chunks have written; None: to nothing. partial: what it rounds partial sums to, of which some buffers may be statistics; None: to
+    nothing.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *,
-        changed: Collection[str],
-        step: int, updates: UpdateTolerances, rounding: BufferTolerances
+        changed: Mapping[str, float], step: int, updates: Mapping[str, float], merged: torch.dtype | None = None, partial: torch.dtype | None = None
     ) -> None:  # fmt: skip
         self._parameters, self._before, self._buffers, self._step = parameters, before, buffers, step
-        self._updates_allowed, self._rounding = updates, rounding
+        self._updates, self._merged, self._partial = updates, merged, partial
         self._changed, self._sizes = changed, buffer_sizes(buffers, changed)
         self._compared: dict[str, list[TensorError]] = {}
 
@@ -119,7 +90,7 @@ class StateErrors:
         return found
 
     def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
-        reference, allowed = self._parameters[name], self._updates_allowed.of(name)
+        reference, allowed = self._parameters[name], self._updates.get(name, 0.0)
         size, units = norm(reference), 0.0
         if ours.shape != reference.shape:
             return [self._tensor_error(name, "parameter", math.inf, allowed)]
@@ -129,7 +100,7 @@ class StateErrors:
             units = 2 * torch.finfo(reference.dtype).eps * size
         off, moved = distance(ours, reference), _norm_of_difference(reference, self._before[name])
         of_value, of_update = size or moved or 1.0, moved or size or 1.0
-        if moved and not self._updates_allowed.steps(name):
+        if moved and name not in self._updates:
             # the loss writes it, as buffers are: several chunks' writes are put together in another order
             units = allowed * size
         most = allowed * moved + units
@@ -139,7 +110,7 @@ class StateErrors:
         return [parameter, self._tensor_error(name, "update", relative(off, of_update), most / of_update)]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
-        reference, rounding = self._buffers[name], self._rounding
+        reference = self._buffers[name]
         if not _is_inexact(reference):
             equal = torch.equal(ours.to(reference.device), reference)
             return self._tensor_error(name, "buffer", 0.0 if equal else math.inf, 0.0)
@@ -148,11 +119,11 @@ class StateErrors:
         precision = reference.dtype.to_real()
         allowed = unmeasured_through(precision)
         if name in self._changed:
-            effect = rounding.effects.get(name, 0.0)
+            effect = self._changed[name]
             is_alone = effect * size > _ALONE * norm(reference)
-            most = math.inf if is_alone else max(map(most_tolerated, (precision, rounding.partial)))
+            most = math.inf if is_alone else max(map(most_tolerated, (precision, self._partial)))
             allowed = max(allowed, min(TIMES * effect, most), effect)
-        if precision == rounding.merged:
+        if precision == self._merged:
             allowed = max(allowed, most_tolerated(precision))
         return self._tensor_error(name, "buffer", relative(off, size), allowed)
 
