@@ -17,14 +17,14 @@ def test_programs_are_placed_by_their_values():
         ModuleOutput(name=name, call=0, total=total, square=total**2, count=4, ramp=0.5 * total)
         for name, total in (("first", 2.0), ("last", 1.0), ("", 1.0))
     ]
+
+    def part(total: float, square: float) -> list[ModuleOutput]:
+        return [ModuleOutput(name="first", call=0, total=total, square=square, count=2)]
+
     # two ranks, each with half of what `first` outputs, and all of what `last` does
-    whole = (False, 1.0, 1.0, 4, 0.5)
-    halves: list[Values] = [
-        {"first": [(True, 1.2, 3.0, 2, None)], "last": [whole]},
-        {"first": [(True, 0.8, 1.0, 2, None)], "last": [whole]},
-    ]
+    halves: list[Values] = [{"first": part(1.2, 3.0), "last": [right[1]]}, {"first": part(0.8, 1.0), "last": [right[1]]}]  # fmt: skip
     assert first_wrong(pairs_of_values(right, halves), 1e-5) is None
-    wrong: list[Values] = [halves[0], {"first": [(True, 0.7, 1.0, 2, None)]}]
+    wrong: list[Values] = [halves[0], {"first": part(0.7, 1.0)}]
     assert first_wrong(pairs_of_values(right, wrong), 1e-5) == "first"
 
 

@@ -26,7 +26,6 @@ from meshloom.core.job import Job
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import (
-    AverageErrors,
     BetweenSteps,
     DifferingTensor,
     Kind,
@@ -38,7 +37,7 @@ from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.findings import Report
-from meshloom.verify.reference.float64_blocks import subsample
+from meshloom.verify.reference.float64_blocks import distance, norm, relative, subsample
 from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
 from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import (
@@ -83,7 +82,7 @@ class ComparisonRun:
         self._explained = ""  # by which factor
         self._differing: DifferingTensor | None = None  # the first
         self._whole: WholeBatch | None = None
-        self._averages = AverageErrors(reference.decay) if reference.decay is not None else None
+        self._averages: list[TensorError] = []  # in this step
         self._previous: StepRecord | None = None  # one device's
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._buffer_effects: Mapping[str, float] = {}
@@ -106,7 +105,7 @@ class ComparisonRun:
         # after a difference the two have different parameters
         measure = self._measured if self.agrees() else None
         self._gradients = _errors_of(reference, self._comparer, measure)
-        self._wrong = {"gradient": [], "update": []}
+        self._wrong, self._averages = {"gradient": [], "update": []}, []
 
     def _measured(self) -> Mapping[str, float]:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
@@ -216,7 +215,7 @@ class ComparisonRun:
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         """Compare the plan's metrics after so many updates."""
         return compare_evaluation(
-            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial
+            ours, self.reference, updates, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
@@ -230,28 +229,28 @@ class ComparisonRun:
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
-        averages = self._averages.values if self._averages else {}
-        return check_saved(path, what, self.reference, averages, self._update_tolerance, self.of_outputs)
+        return check_saved(path, what, self.reference, self._update_tolerance, self.of_outputs)
 
     def _update_tolerance(self, name: str) -> float:
         return self._updates.get(name, unmeasured_through(self._comparer.precision))
 
-    def begin_averages(self) -> None:
+    def average(self) -> None:
         """After `add_state` of everything."""
-        if self._averages and not self.reference.scale.overflowed:
-            self._averages.begin(self.reference.parameters)
+        self.reference.average()
 
     def add_average(self, name: str, ours: Tensor) -> None:
         """Compare the plan's average of a parameter, or any other tensor in its place."""
-        if self._averages:
-            self._averages.compare(name, ours, self._reference_record.step, self._update_tolerance(name))
+        if (right := self.reference.averages.get(name)) is not None:
+            error, allowed = relative(distance(ours, right), norm(right)), self._update_tolerance(name)
+            found = TensorError(name=name, kind="average", step=self.reference.step, error=error, tolerance=allowed)  # fmt: skip
+            self._averages.append(found)
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
         of_tensors = [
             *self._gradient_errors(),
             *self._state.errors(),
-            *(self._averages.errors if self._averages else []),
+            *self._averages,
         ]
         comparison = self._comparer.compare(
             ours,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property, partial, reduce
 from typing import Any
 
 from torch import Tensor
 
-from meshloom.comm.objects import collect
+from meshloom.comm.objects import collect, gather_objects
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
@@ -25,21 +26,19 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
-from meshloom.verify.compared.compare_chunks import first_wrong, output_error
+from meshloom.verify.compared.compare_chunks import add_outputs, first_wrong, output_error
 from meshloom.verify.reference.float64_blocks import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`, which parts have not
-Value = tuple[bool, float, float, int, float | None]
-Values = Mapping[str, Sequence[Value]]  # by module
+Values = Mapping[str, Sequence[ModuleOutput]]  # by module; without a ramp: a part of what ranks have together
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
 
 def values_of_modules(
     replica: Replica, chunks: Sequence[Chunk], adopt: Callable[[str, Tensor], None]
 ) -> dict[int, list[Values]]:
-    """What ranks say of a step's chunks, run once more: number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
+    """What ranks say of a step's chunks, run once more: on rank 0, number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
     step, with their chunks of that step. adopt: what one device does with the plan's parameters first."""
     each_of_state(replica, adopt)
     stages = replica.engine.stages
@@ -47,9 +46,8 @@ def values_of_modules(
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = collect(replica.context.world, len(filled))
     mine = _values(stages, replica, filled, max(counts))
-    everyone: list[list[Any]] = collect(replica.context.world, mine)
     of_chunks: dict[int, list[Values]] = {}
-    for of_rank in everyone:
+    for of_rank in gather_objects(replica.context.world, mine):
         for index, values in of_rank:
             of_chunks.setdefault(index, []).append(values)
     return of_chunks
@@ -78,7 +76,7 @@ class ModuleSums:
     by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values."""
 
     def __init__(self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]]) -> None:
-        self.found: dict[str, list[Value]] = {}  # by module
+        self.found: dict[str, list[ModuleOutput]] = {}  # by module
         self._strategies, self._stages = strategies, stages
         self._paths: dict[str, str] = {}  # of the module's last value
 
@@ -90,13 +88,16 @@ class ModuleSums:
         if isinstance(node.target, Transition):
             if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
-                self.found[self._paths[base]].append(_sums(value, is_part))
+                path = self._paths[base]
+                self.found[path].append(_sums(path, value, is_part))
             return
         if self._ending_themselves.get(node.path) != stage:
             return
         placement = self._strategies[node.name].output if node.name in self._strategies else None
         self._paths[node.name] = node.path
-        self.found[node.path] = [] if placement == PARTIAL else [_sums(value, isinstance(placement, Part))]
+        self.found[node.path] = (
+            [] if placement == PARTIAL else [_sums(node.path, value, isinstance(placement, Part))]
+        )
 
     @cached_property
     def _ending_themselves(self) -> dict[str, int]:
@@ -137,10 +138,10 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
     return [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)]
 
 
-def _sums(value: Tensor, is_part: bool) -> Value:
-    exact = value.detach().double()
-    ramp = None if is_part else ramp_of(exact)
-    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp
+def _sums(name: str, value: Tensor, is_part: bool) -> ModuleOutput:
+    exact, ramp = value.detach().double(), None if is_part else ramp_of(value)
+    square = float(exact.square().sum())
+    return ModuleOutput(name=name, call=0, total=float(exact.sum()), square=square, count=value.numel(), ramp=ramp)  # fmt: skip
 
 
 def pairs_of_values(
@@ -152,25 +153,13 @@ def pairs_of_values(
     # in the order of these last calls
     for name, (_, right) in sorted(last.items(), key=lambda each: each[1][0]):
         for values in zip(*(each[name] for each in of_ranks if name in each), strict=False):
-            parts = [value for value in values if value[0]]
-            ours = _added(name, right.call, parts) if parts else _of_call(right, values)
+            ours = _ours([replace(value, call=right.call) for value in values], right)
             if name and ours.count == right.count:
                 yield ours, right
 
 
-def _of_call(right: ModuleOutput, values: Sequence[Value]) -> ModuleOutput:
-    """What ranks have whole; of a module that is called several times, in stages of several ranks perhaps, what is nearest."""
-    found = [_added(right.name, right.call, [value]) for value in values]
-    return min(found, key=lambda each: output_error(each, right)) if right.call else found[0]
-
-
-def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
-    _, totals, squares, counts, ramps = zip(*values, strict=True)
-    return ModuleOutput(
-        name=name,
-        call=call,
-        total=sum(totals),
-        square=sum(squares),
-        count=sum(counts),
-        ramp=ramps[0] if len(ramps) == 1 else None,
-    )
+def _ours(values: Sequence[ModuleOutput], right: ModuleOutput) -> ModuleOutput:
+    """The sum of parts, or what ranks have whole; of a module that is called several times, in stages of several ranks perhaps, what is nearest."""
+    if parts := [value for value in values if value.ramp is None]:
+        return reduce(add_outputs, parts)
+    return min(values, key=lambda each: output_error(each, right)) if right.call else values[0]

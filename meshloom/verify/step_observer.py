@@ -6,17 +6,18 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshloom.comm.objects import collect
+from meshloom.comm.objects import gather_objects
+from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.machine.process_memory import trim
 from meshloom.parameters.digest import digest
@@ -29,7 +30,6 @@ from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
     ChunkRecord,
     ModuleOutput,
-    Setting,
     StepRecord,
     settings_of,
 )
@@ -87,10 +87,24 @@ class StepObserver:
         self._replica.context.activity.enter("comparing", result.step)
         each_of_state(self._replica, partial(self._tell, "add_state"))
         if self._replica.updater.state.averages is not None:
-            self._tell("begin_averages")
+            self._tell("average")
             each_average(self._replica, partial(self._tell, "add_average"))
-        record = self._record(result)
-        self._tell("end", record)
+        # [] on other ranks than the first
+        if seen := gather_objects(self._replica.context.world, self._seen()):
+            self._tell("end", _record(result, seen, self._replica.plan))
+
+    def _seen(self) -> tuple[Any, ...]:
+        """What this rank says of the step, and of what it holds after it: of `_record`."""
+        replica, updater = self._replica, self._replica.updater
+        # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
+        chunks = self._computed if replica.context.place.tp == 0 else []
+        held = [(name, int(digest(each))) for name, each in replicated_state(replica).items()]
+        inconsistent = replica.engine.check_replicated()
+        if replica.masters and (name := replica.masters.wrong()) is not None:
+            rank = replica.context.rank
+            inconsistent = f"{name} of rank {rank} is not the rounding of the copy that is updated"
+        rates = updater.learning_rates()
+        return chunks, held, inconsistent, settings_of(updater.state.optimizers, updater.state.schedulers, rates)  # fmt: skip
 
     def _tell(self, call: str, *arguments: Any) -> None:
         """Calls what belongs to one device on rank 0, in the precision of new tensors that it has."""
@@ -98,38 +112,20 @@ class StepObserver:
             with default_dtype(self._default):
                 getattr(self._comparison, call)(*arguments)
 
-    def _record(self, result: StepResult) -> StepRecord:
-        world = self._replica.context.world
-        # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
-        mine = [asdict(each) for each in self._computed] if self._replica.context.place.tp == 0 else []
-        chunks: list[list[dict[str, Any]]] = collect(world, mine)
-        held = [(name, int(digest(each))) for name, each in replicated_state(self._replica).items()]
-        of_ranks: list[list[tuple[str, int]]] = collect(world, held)
-        # of every replica, what its ranks hold: equal for equal replicas
-        teams = self._replica.plan.mesh.teams()
-        replicas = [[each for rank in ranks for each in of_ranks[rank]] for ranks in teams]
-        apart = [
-            first[0]
-            for first, *others in zip_longest(*replicas)
-            if first and any(each != first for each in others)
-        ]
-        inconsistent = _inconsistencies(self._replica)
-        updater = self._replica.updater
-        mine_set = settings_of(updater.state.optimizers, updater.state.schedulers, updater.learning_rates())
-        settings: list[dict[str, Setting]] = collect(world, mine_set)
-        records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
-        return StepRecord(
-            step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
-            gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
-            replicas=[*map(digest_values, replicas)], apart=list(dict.fromkeys(apart)), logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
-            settings=settings
-        )  # fmt: skip
 
-
-def _inconsistencies(replica: Replica) -> list[str]:
-    """Differences between the ranks of a replica in replicated state."""
-    mine = replica.engine.check_replicated()
-    if replica.masters and (name := replica.masters.wrong()) is not None:
-        mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
-    of_ranks: list[str | None] = collect(replica.context.world, mine)
-    return list(dict.fromkeys(each for each in of_ranks if each))
+def _record(result: StepResult, seen: Sequence[Any], plan: Plan) -> StepRecord:
+    """seen: of each rank, its chunks, digests of what it holds, what is inconsistent, and settings."""
+    chunks, held, inconsistent, settings = zip(*seen, strict=True)
+    # of every replica, what its ranks hold: equal for equal replicas
+    replicas = [[each for rank in ranks for each in held[rank]] for ranks in plan.mesh.teams()]
+    apart = [
+        first[0]
+        for first, *others in zip_longest(*replicas)
+        if first and any(each != first for each in others)
+    ]
+    return StepRecord(
+        step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
+        gradients={}, chunks=sorted(chain(*chunks), key=lambda chunk: chunk.index),
+        replicas=[*map(digest_values, replicas)], apart=list(dict.fromkeys(apart)), logged=result.logged, skipped=result.skipped,
+        inconsistent=list(dict.fromkeys(each for each in inconsistent if each)), settings=settings
+    )  # fmt: skip

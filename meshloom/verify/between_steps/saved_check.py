@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ _MOST = 8  # facts
 
 
 def check_saved(
-    path: Path, what: str, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], of_outputs: float
+    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float
 ) -> BetweenSteps:  # fmt: skip
-    """Compare the checkpoint in `path` with the reference. averages: one device's, of parameters by name. tolerance: of what a parameter's
+    """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's
     optimizer computes, by name. of_outputs: of what forwards compute."""
     saved = Checkpoint.open(path)
     stored, facts = saved.stored_weights(), [*_facts(saved, reference, of_outputs)]
@@ -41,7 +41,7 @@ def check_saved(
         for key in saved.keys()  # noqa: SIM118
         if key.startswith(STATE)
     }
-    for name, key, right, allowed in _kept(reference, averages, tolerance):
+    for name, key, right, allowed in _kept(reference, tolerance):
         if (known := keys.get(f"{STATE}{name}/{key}")) is None:
             facts += [] if key == MASTER else [f"The checkpoint has no {key} of {name}, and one device has."]
         elif (found := _read(saved, known)) is not None and isinstance(right, Tensor):
@@ -120,9 +120,7 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         yield f"The loss scale is {'not in the checkpoint' if there is None else f'{there:g} in the checkpoint'}, and {scale.value:g} on one device."
 
 
-def _kept(
-    reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float]
-) -> Iterator[tuple[str, str, Any, float]]:
+def _kept(reference: Reference, tolerance: Callable[[str], float]) -> Iterator[tuple[str, str, Any, float]]:
     """What one device keeps of parameters: the parameter's name, the key, the value, and its tolerance."""
     names = {id(each): name for name, each in reference.updated.all.items()}
     # steps after resuming tell whether those that evaluate the loss, in whose state rounding grows, have theirs
@@ -135,7 +133,9 @@ def _kept(
                     yield name, key, value, 0.0 if key == "step" else tolerance(name)
     for name, each in reference.updated.all.items():
         yield name, MASTER, each, tolerance(name)
-    yield from ((name, AVERAGE, each, tolerance(name)) for name, each in averages.items() if each.numel())
+    yield from (
+        (name, AVERAGE, each, tolerance(name)) for name, each in reference.averages.items() if each.numel()
+    )
 
 
 def _read(saved: Checkpoint, key: str) -> Tensor | None:

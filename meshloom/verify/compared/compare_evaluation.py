@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, TensorError, metric_error
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import module_of_names
 from meshloom.verify.reference.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
@@ -39,12 +38,11 @@ class PlanEvaluation:
 
 
 def compare_evaluation(
-    ours: PlanEvaluation, reference: Reference, updates: int, averages: AverageErrors | None, record: StepRecord,
-    *, unmeasured: float, lower: torch.dtype | None
+    ours: PlanEvaluation, reference: Reference, updates: int, record: StepRecord, *, unmeasured: float, lower: torch.dtype | None
 ) -> BetweenSteps:  # fmt: skip
-    """After `updates` updates. averages: what evaluations see in place of parameters. record: of one device's last step. unmeasured: of numbers,
+    """After `updates` updates; evaluations see averages in place of parameters. record: of one device's last step. unmeasured: of numbers,
     relative to their size. lower: what partial sums are rounded to."""
-    with having(reference, averages.values) if averages else nullcontext():
+    with having(reference, reference.averages):
         right = evaluate(reference, updates, ours.batches)
         errors = {name: metric_error(ours.metrics.get(name, math.nan), each) for name, each in right.items()}
         allowed = dict.fromkeys(right, unmeasured)

@@ -85,6 +85,7 @@ class Reference:
         self._divisor = 1.0  # of `ChunkResult`
         self._start = StateBefore(self.model)  # of the last step
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
+        self.averages: dict[str, Tensor] = {}  # in float64, by name of the parameter, if the job has any
 
     @property
     def gradients(self) -> Gradients:
@@ -175,6 +176,16 @@ class Reference:
             casts=tuple(dict.fromkeys(casts)), skipped=self.scale.overflowed,
             settings=[settings_of(self.optimizers, [*self.schedulers, *self.by_metric])]
         )  # fmt: skip
+
+    def average(self) -> None:
+        """After an update, and what replaces its parameters: average = decay * average + (1 - decay) * parameter."""
+        if self.decay is None or self.scale.overflowed:
+            return
+        for name, each in self.parameters.items():
+            if each.requires_grad and name in self.averages:  # in place: it may be a large embedding
+                self.averages[name].mul_(self.decay).add_(each.detach(), alpha=1 - self.decay)
+            elif each.requires_grad:
+                self.averages[name] = each.detach().to(torch.float64, copy=True)
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
         """The forwards of the last step's batch."""

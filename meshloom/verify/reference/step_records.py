@@ -69,13 +69,6 @@ class ChunkRecord:
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
-        """Of its fields, which may have travelled as JSON."""
-        modules = tuple(ModuleOutput(**output) for output in values["modules"])
-        given: dict[str, Any] = {**values, "modules": modules}
-        return ChunkRecord(**given)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
