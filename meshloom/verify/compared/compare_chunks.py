@@ -150,11 +150,6 @@ def first_wrong(outputs: Iterable[tuple[ModuleOutput, ModuleOutput]], tolerance:
     return None
 
 
-def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:
-    """Whether two outputs differ by more than rounding, judged by their sums."""
-    return not output_error(a, b) <= tolerance  # NaN differs
-
-
 def output_error(a: ModuleOutput, b: ModuleOutput) -> float:
     """How far two outputs differ, relative to their size, judged by their sums."""
     if (a.name, a.call, a.count) != (b.name, b.call, b.count):

@@ -21,25 +21,23 @@ from meshloom.core.errors import CODE_ERRORS, first_line
 from meshloom.core.random import Rows
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
-from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
+from meshloom.verify.compared.compare_chunks import add_outputs, output_error
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Gradients, Reference
-from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatch:
-    """The difference between the chunks and the whole batch: largest error of a gradient; the loss on the
-    whole batch; the reason, "" if they agree. interacts: whether something else than draws makes it.
+    """The difference between the chunks and the whole batch: largest error of a gradient; the reason, "" if they agree. interacts: whether
+    something else than draws makes it.
 
-    ran: whether the job's code could compute the whole batch in one forward; else error and loss are
-    infinite.
+    ran: whether the job's code could compute the whole batch in one forward; else the error is infinite.
     """
 
     error: float
-    loss: float
     why: str
     interacts: bool = False
     ran: bool = True
@@ -65,41 +63,33 @@ def may_fit(reference: Reference) -> bool:
 def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | None:
     """Rerun the reference's last step on its whole batch; None: that is not likely to fit. To be called before its update."""
     if reference.plan.num_chunks == 1:  # the same forward
-        return WholeBatch(error=0.0, loss=reference.loss, why="")
+        return WholeBatch(error=0.0, why="")
     if not may_fit(reference):
         return None
     try:
-        with whole_batch(reference) as (chunked, whole):
-            error = _error(reference.gradients, chunked, whole.loss, reference.loss)
-        found = WholeBatch(error=error[0], loss=whole.loss, why="")
-        if max(error) <= tolerance:
-            return found
+        with whole_batch(reference) as (chunked, loss, whole):
+            error = _largest_error(reference.gradients, chunked)
+        if _differs(error, loss, reference.loss) <= tolerance:
+            return WholeBatch(error=error, why="")
         draws = any(chunk.draws for chunk in reference.chunks)
-        reasons = norms = _batch_norms(reference.model)
-        interacts = bool(norms)
-        if draws:
-            reasons = [*norms, "random draws, such as dropout masks, belong to a chunk"]
-        if not norms:
-            why = (
-                _why_with_equal_draws(reference, tolerance)
-                if draws
-                else _why(whole, reference.chunks, tolerance)
-            )
-            reasons, interacts = [*([why] if why else []), *reasons], bool(why)
-        return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
+        if not (reasons := _batch_norms(reference.model)):
+            equal_draws = _why_with_equal_draws(reference, tolerance) if draws else ""
+            reasons = [equal_draws] if draws else [_why(whole, reference.chunks, tolerance)]
+        interacts = any(reasons)
+        reasons += ["random draws, such as dropout masks, belong to a chunk"] if draws else []
+        return WholeBatch(error=error, why=" and ".join(filter(None, reasons)), interacts=interacts)
     except torch.OutOfMemoryError:
         raise
     except CODE_ERRORS as error:
         # Raised by the job's own code, which never gets so large a batch under the plan (a shorter queue).
         said = first_line(error)
         why = f"the job's own code fails on it: {type(error).__name__}: {said}"
-        return WholeBatch(error=math.inf, loss=math.inf, why=why, ran=False)
+        return WholeBatch(error=math.inf, why=why, ran=False)
 
 
-def _error(ours: Gradients, right: Gradients, loss: float, right_loss: float) -> tuple[float, float]:
-    """Of gradients, and of the loss."""
-    scale = max(abs(loss), abs(right_loss)) or 1.0
-    return _largest_error(ours, right), abs(loss - right_loss) / scale
+def _differs(error: float, loss: float, right: float) -> float:
+    """The error of gradients or that of the loss, whichever is larger."""
+    return max(error, abs(loss - right) / (max(abs(loss), abs(right)) or 1.0))
 
 
 def _largest_error(ours: Gradients, right: Gradients) -> float:
@@ -127,27 +117,26 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
     """Why the whole batch differs from chunks that draw what it does; "" if it does not."""
-    with whole_batch(reference, keyed=True) as (_, whole):
-        gradients = {
-            name: None if each is None else each.clone() for name, each in reference.gradients.items()
-        }
-    with whole_batch_in_chunks(reference) as chunked:
-        error = _error(gradients, reference.gradients, whole.loss, chunked.loss)
-    return "" if max(error) <= tolerance else _why(whole, chunked.chunks, tolerance)
+    with whole_batch(reference, keyed=True) as (_, loss, whole):
+        gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}  # fmt: skip
+    with whole_batch_in_chunks(reference) as (_, of_chunks, chunks):
+        error = _largest_error(gradients, reference.gradients)
+    return "" if _differs(error, loss, of_chunks) <= tolerance else _why(whole, chunks, tolerance)
 
 
-def _why(whole: StepRecord, chunks: Sequence[ChunkRecord], tolerance: float) -> str:
+def _why(whole: Sequence[ChunkRecord], chunks: Sequence[ChunkRecord], tolerance: float) -> str:
     module = _first_that_mixes(whole, chunks, tolerance)
-    where = (
-        "the model's own forward"
-        if module == ""
-        else module
-        or "the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
-    )
-    return f"samples of a batch interact in {where}"
+    if module is None:
+        module = (
+            "the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
+        )
+    own = "the model's own forward"
+    return f"samples of a batch interact in {module or own}"
 
 
-def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str | None:
+def _first_that_mixes(
+    whole: Sequence[ChunkRecord], chunked: Sequence[ChunkRecord], tolerance: float
+) -> str | None:
     """The first module in order of execution whose outputs over all chunks do not add up to those on the
     whole batch.
 
@@ -157,50 +146,48 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
     of_chunks: dict[tuple[str, int], list[ModuleOutput]] = {}
     for output in (output for chunk in chunked for output in chunk.modules):
         of_chunks.setdefault((output.name, output.call), []).append(output)
-    for output in (output for chunk in whole.chunks for output in chunk.modules):
+    for output in (output for chunk in whole for output in chunk.modules):
         parts = of_chunks.get((output.name, output.call))
         if not parts:
             return output.name
         together = reduce(add_outputs, parts)
         if together.count != output.count:
             continue  # not an output per sample: a position table, a loss
-        if any(output_differs(part, output, tolerance) for part in parts) and output_differs(
-            together, output, tolerance
-        ):
+        if min(output_error(together, output), max(output_error(part, output) for part in parts)) > tolerance:
             return output.name
     return None
 
 
+_Rerun = tuple[
+    Gradients, float, Sequence[ChunkRecord]
+]  # the step's gradients, and of the rerun the loss and the chunks
+
+
 @contextmanager
-def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[tuple[Gradients, StepRecord]]:
-    """Run the step's batch as one chunk: yields the chunked gradients and the record of the rerun, while
-    the reference's gradients are those of the whole batch. keyed: each draw has a key, as in `whole_batch_in_chunks`."""
+def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[_Rerun]:
+    """Run the step's batch as one chunk, while the reference's gradients are those of the whole batch. keyed: each draw has a key, as in
+    `whole_batch_in_chunks`."""
     samples = reference.samples
     rows = Rows(0, len(samples), len(samples)) if keyed else None
-    with _rerun(
-        reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]
-    ) as found:
+    with _rerun(reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]) as found:  # fmt: skip
         yield found
 
 
 @contextmanager
-def whole_batch_in_chunks(reference: Reference) -> Iterator[StepRecord]:
-    """Run the step's chunks with the draws of the whole batch, of which each has its rows and the seed: yields the record of the rerun, while the
-    reference's gradients are those of it."""
+def whole_batch_in_chunks(reference: Reference) -> Iterator[_Rerun]:
+    """Run the step's chunks with the draws of the whole batch, of which each has its rows and the seed, while the reference's gradients are
+    those of the rerun."""
     start, total, forwards = 0, len(reference.samples), list[ReferenceForward]()
     for forward in reference.forwards(synchronised=False):
         forwards.append(replace(forward, rows=Rows(start, len(forward.samples), total)))
         start += len(forward.samples)
-    with reference.chunk_run.seeded_as(lambda key: 0), _rerun(reference, forwards) as (_, record):
-        yield record
+    with reference.chunk_run.seeded_as(lambda key: 0), _rerun(reference, forwards) as found:
+        yield found
 
 
 @contextmanager
-def _rerun(
-    reference: Reference, forwards: Sequence[ReferenceForward]
-) -> Iterator[tuple[Gradients, StepRecord]]:
-    """These forwards in place of the step's: yields the step's gradients, which are set aside, and the record of the rerun."""
+def _rerun(reference: Reference, forwards: Sequence[ReferenceForward]) -> Iterator[_Rerun]:
+    """These forwards in place of the step's, whose gradients are set aside."""
     with reference.rerun() as gradients:
         loss, weight, chunks = reference.evaluate(forwards)
-        record = StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip
-        yield gradients, record
+        yield gradients, loss / weight, chunks
