@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
 from rich.console import Console
@@ -77,46 +77,21 @@ class Report:
 
     def records(self) -> list[dict[str, Any]]:
         """JSON-able values: one record per step, and a final one. Infinite errors are null."""
+        end: dict[str, Any] = _plain(replace(self, differing=None))
         steps = [
-            {"event": "verify_step", **_plain(step), "loss": step.loss[0], "one_device_loss": step.loss[1]}
-            for step in self.steps
+            {"event": "verify_step", **step, "loss": step["loss"][0], "one_device_loss": step["loss"][1]}
+            for step in end.pop("steps")
         ]
-        end = {
-            "event": "verify",
-            **{name: _plain(getattr(self, name)) for name in _OF_ALL},
-            "worst": _plain(self.worst()),
-            "between_steps": _plain(self.between),
-            "smallest_plan": _plain(self.smallest),
-            "casts": [
-                {"place": each.place, "dtype": each.dtype, "in_optimizer": each.in_optimizer}
-                for each in self.casts
-            ],
-            "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
-        }
-        return [*steps, end]
-
-
-# of the whole report, in its last record
-_OF_ALL = (
-    "plan",
-    "devices",
-    "precision",
-    "passed",
-    "digest",
-    "notes",
-    "explained",
-    "operator",
-    "autocast",
-    "settings",
-    "owned",
-)
+        names = {"between": "between_steps", "smallest": "smallest_plan", "whole": "whole_batch"}
+        named = {names.get(key, key): value for key, value in end.items() if key != "differing"}
+        return [*steps, {"event": "verify", **named, "worst": _plain(self.worst())}]
 
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
     if is_dataclass(value):
         own = {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-        return {**own, "passed": cast(Any, value).passed} if hasattr(value, "passed") else own
+        return {name: getattr(value, name) for name in ("passed", "equal") if hasattr(value, name)} | own
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return list(map(_plain, cast(Sequence[Any], value))) if isinstance(value, list | tuple) else value

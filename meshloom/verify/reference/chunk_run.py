@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,28 +35,17 @@ from meshloom.verify.reference.observers import (
     generators_now,
 )
 from meshloom.verify.reference.other_precision import convert, default_dtype
-from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
+from meshloom.verify.reference.step_records import ChunkRecord
 
 # precisions of plans -> what a loss is computed under; float64 tensors are not cast
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkResult:
-    """What a forward computed, drew, output and logged.
-    divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
-
-    loss_sum: float
-    weight: float
-    draws: bool
-    modules: tuple[ModuleOutput, ...]
-    divisor: float
-    logged: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
 class ChunkRun:
     """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. of_batches: what batches
-    are converted to."""
+    are converted to.
+
+    divisor: the newest forward's gradients are those of the loss sum, divided by it, apart from a scale."""
 
     def __init__(
         self,
@@ -77,7 +66,7 @@ class ChunkRun:
         self._aligns = self.keys_metrics or plan.compiles
         self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
-        self.together = ChunksTogether(model)
+        self.together, self.divisor = ChunksTogether(model), 1.0
         # key of a forward -> the one whose seed it has
         self._seed_of: Callable[[int], int] = lambda key: key
 
@@ -104,8 +93,9 @@ class ChunkRun:
 
     def run(
         self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
-    ) -> ChunkResult:
-        """Forward and backward; gradients accumulate. casts: None: only what it leaves behind is wanted.
+    ) -> ChunkRecord:
+        """Forward and backward; gradients accumulate. Returns its record, without the digest of its data. casts: None: only what it leaves behind is
+        wanted.
 
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
@@ -147,24 +137,19 @@ class ChunkRun:
         # attention draws only where it has dropout
         draws = any("attention" not in str(each) for each in operations)
         draws = draws or bool(start and generators_now(self._device) != start)
-        modules = () if casts is None else self._watch.stop()
-        total = float(loss_sum.detach())
-        return ChunkResult(
-            loss_sum=total, weight=float(weight), draws=draws, modules=modules, divisor=divisor,
-            logged={name: float(value) for name, value in logged.items()}
+        self.divisor = divisor
+        return ChunkRecord(
+            index=forward.key, samples=len(forward.samples), weight=float(weight), loss_sum=float(loss_sum.detach()), draws=draws,
+            modules=() if casts is None else self._watch.stop(), logged={name: float(value) for name, value in logged.items()}
         )  # fmt: skip
 
-    def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
+    def records(self, forward: ReferenceForward, found: ChunkRecord, step: int) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
-        computed = result
         for index, samples in forward.members:
             data = digest_values(self.collate(samples, step, index))
-            yield ChunkRecord(
-                index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data,
-                draws=computed.draws, modules=computed.modules, logged=computed.logged
-            )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=False, modules=(), logged={})
+            yield replace(found, index=index, samples=len(samples), data=data)
+            found = replace(found, loss_sum=0.0, weight=0.0, draws=False, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
         """The batch of a chunk. place: the step and the chunk, or what else its draws are seeded by."""

@@ -25,7 +25,7 @@ from meshloom.core.moments.numerics import rounded_products
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
-from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
+from meshloom.verify.reference.chunk_run import ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
 from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
@@ -82,7 +82,6 @@ class Reference:
         self.step = -1  # the last one
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
         self._loss_sum = self._weight = 0.0
-        self._divisor = 1.0  # of `ChunkResult`
         self._start = StateBefore(self.model)  # of the last step
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
         self.averages: dict[str, Tensor] = {}  # in float64, by name of the parameter, if the job has any
@@ -196,25 +195,23 @@ class Reference:
         """Of the replicas in the last step; None: the plan's."""
         return next((each for first, each in reversed(self._recorded_shares) if first <= self.step), None)
 
-    def run_forward(self, forward: ReferenceForward, *, watched: bool = True) -> ChunkResult:
+    def run_forward(self, forward: ReferenceForward, *, watched: bool = True) -> ChunkRecord:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
 
-        def run(each: ReferenceForward, watched: bool) -> ChunkResult:
+        def run(each: ReferenceForward, watched: bool) -> ChunkRecord:
             return self.chunk_run.run(each, self.step, self._casts if watched else None, len(self.samples))
 
         forwards = partial(self.forwards, forward.rows is None)
-        result = self.chunk_run.together.run(run, forward, watched, forwards)
-        self._divisor = result.divisor
-        return result
+        return self.chunk_run.together.run(run, forward, watched, forwards)
 
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                average = parameter.grad / (weight / self._divisor * self.scale.value)
+                average = parameter.grad / (weight / self.chunk_run.divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def again(self, forwards: Iterable[ReferenceForward]) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+    def again(self, forwards: Iterable[ReferenceForward]) -> Iterator[tuple[ReferenceForward, ChunkRecord]]:
         """Each of these in a rerun, with the state before the last step; gradients accumulate."""
         for forward in forwards:
             self._start.put_back()

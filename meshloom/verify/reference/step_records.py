@@ -64,7 +64,7 @@ class ChunkRecord:
     samples: int
     weight: float
     loss_sum: float
-    data: str
+    data: str = ""
     draws: bool = False
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
