@@ -22,7 +22,11 @@ def test_programs_are_placed_by_their_values():
         return [ModuleOutput(name="first", call=0, total=total, square=square, count=2)]
 
     # two ranks, each with half of what `first` outputs, and all of what `last` does
-    halves: list[Values] = [{"first": part(1.2, 3.0), "last": [right[1]]}, {"first": part(0.8, 1.0), "last": [right[1]]}]  # fmt: skip
+    last = [right[1]]
+    halves: list[Values] = [
+        {"first": part(1.2, 3.0), "last": last},
+        {"first": part(0.8, 1.0), "last": last},
+    ]
     assert first_wrong(pairs_of_values(right, halves), 1e-5) is None
     wrong: list[Values] = [halves[0], {"first": part(0.7, 1.0)}]
     assert first_wrong(pairs_of_values(right, wrong), 1e-5) == "first"

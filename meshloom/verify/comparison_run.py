@@ -242,8 +242,10 @@ class ComparisonRun:
         """Compare the plan's average of a parameter, or any other tensor in its place."""
         if (right := self.reference.averages.get(name)) is not None:
             error, allowed = relative(distance(ours, right), norm(right)), self._update_tolerance(name)
-            found = TensorError(name=name, kind="average", step=self.reference.step, error=error, tolerance=allowed)  # fmt: skip
-            self._averages.append(found)
+            step = self.reference.step
+            self._averages.append(
+                TensorError(name=name, kind="average", step=step, error=error, tolerance=allowed)
+            )
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""

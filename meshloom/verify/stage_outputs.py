@@ -140,8 +140,8 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
 
 def _sums(name: str, value: Tensor, is_part: bool) -> ModuleOutput:
     exact, ramp = value.detach().double(), None if is_part else ramp_of(value)
-    square = float(exact.square().sum())
-    return ModuleOutput(name=name, call=0, total=float(exact.sum()), square=square, count=value.numel(), ramp=ramp)  # fmt: skip
+    total, square = float(exact.sum()), float(exact.square().sum())
+    return ModuleOutput(name=name, call=0, total=total, square=square, count=value.numel(), ramp=ramp)
 
 
 def pairs_of_values(

@@ -103,8 +103,8 @@ class StepObserver:
         if replica.masters and (name := replica.masters.wrong()) is not None:
             rank = replica.context.rank
             inconsistent = f"{name} of rank {rank} is not the rounding of the copy that is updated"
-        rates = updater.learning_rates()
-        return chunks, held, inconsistent, settings_of(updater.state.optimizers, updater.state.schedulers, rates)  # fmt: skip
+        state, rates = updater.state, updater.learning_rates()
+        return chunks, held, inconsistent, settings_of(state.optimizers, state.schedulers, rates)
 
     def _tell(self, call: str, *arguments: Any) -> None:
         """Calls what belongs to one device on rank 0, in the precision of new tensors that it has."""

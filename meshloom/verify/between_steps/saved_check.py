@@ -26,7 +26,7 @@ _MOST = 8  # facts
 
 def check_saved(
     path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float
-) -> BetweenSteps:  # fmt: skip
+) -> BetweenSteps:
     """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's
     optimizer computes, by name. of_outputs: of what forwards compute."""
     saved = Checkpoint.open(path)

@@ -118,7 +118,9 @@ def _batch_norms(model: nn.Module) -> list[str]:
 def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
     """Why the whole batch differs from chunks that draw what it does; "" if it does not."""
     with whole_batch(reference, keyed=True) as (_, loss, whole):
-        gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}  # fmt: skip
+        gradients = {
+            name: None if each is None else each.clone() for name, each in reference.gradients.items()
+        }
     with whole_batch_in_chunks(reference) as (_, of_chunks, chunks):
         error = _largest_error(gradients, reference.gradients)
     return "" if _differs(error, loss, of_chunks) <= tolerance else _why(whole, chunks, tolerance)
@@ -169,7 +171,8 @@ def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[_Rerun
     `whole_batch_in_chunks`."""
     samples = reference.samples
     rows = Rows(0, len(samples), len(samples)) if keyed else None
-    with _rerun(reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]) as found:  # fmt: skip
+    forward = ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)
+    with _rerun(reference, [forward]) as found:
         yield found
 
 
