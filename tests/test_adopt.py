@@ -447,7 +447,7 @@ def test_lines_are_written_beside_comments_and_semicolons(tmp_path: Path):
     [
         ("adopt {0}/none.py", "There is no Python file"),
         ("adopt {0}/train.py --out {0}", "exists. Remove it, or give another folder as --out DIR."),
-        ("adopt {0}/train.py --plan dp=2,zero=1,tp=2", "A loop of one's own has zero=1 with dp alone"),
+        ("adopt {0}/train.py --plan dp=2,zero=3,tp=2", "A loop of one's own has zero=3 with dp alone"),
     ],
 )
 def test_what_cannot_be_adopted_is_refused(

@@ -363,7 +363,7 @@ def test_zero_three_frees_the_whole_after_a_forward_and_in_backward_block_by_blo
         result = made.call(model, (x[3 * rank : 3 * rank + 3].requires_grad_(),), {})
         alive = [each() is not None for each in seen]
         F.mse_loss(result, y[3 * rank : 3 * rank + 3]).backward()
-        return alive, whole_gradients(model), made.again
+        return alive, whole_gradients(model), made.gatherer.again
 
     expected = expected_gradients(small())
     for alive, found, again in on_simulated(2, rank_computes):

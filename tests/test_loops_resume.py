@@ -43,6 +43,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.param("pp=2,microbatches=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("dp=2", "pp=2", marks=pytest.mark.slow),
         pytest.param("dp=2", "dp=1", marks=pytest.mark.slow),
+        pytest.param("dp=2", "dp=2,tp=2,zero=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,zero=1", "dp=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_goes_on_under_another_plan(first: str, then: str, straight: dict[str, Any], tmp_path: Path):

@@ -61,7 +61,7 @@ def _no_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=2", "dp=3,zero=1", "dp=2,zero=3", pytest.param("dp=2,tp=2", marks=pytest.mark.long), pytest.param("dp=2,pp=2", marks=pytest.mark.long)]
+    "plan", ["dp=2", "dp=3,zero=1", "dp=2,zero=3", pytest.param("dp=2,tp=2", marks=pytest.mark.long), pytest.param("dp=2,tp=2,zero=1", marks=pytest.mark.long), pytest.param("dp=2,pp=2", marks=pytest.mark.long)]
 )  # fmt: skip
 def test_whole_batches_on_all_replicas_count_once(plan: str) -> None:
     alone, parsed = made(), Plan.parse(plan)

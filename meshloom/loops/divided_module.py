@@ -23,6 +23,7 @@ from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.copied_module import copied, refusal_of_graphs
 from meshloom.loops.execution import Cutting
+from meshloom.loops.gathering import Gatherer
 from meshloom.loops.gradient_mean import AveragedExecution
 from meshloom.loops.left_values import Left, LeftValues, left_by
 from meshloom.loops.module_share import ModuleShare
@@ -82,7 +83,10 @@ class DividedModule(AveragedExecution):
         )
         self._captures = False
         self._copy: nn.Module | None = None  # whole, on the replica's first rank, while a forward is captured
-        self._share = ModuleShare(module, self._group, self._pp, self._team)
+        self._gatherer = Gatherer(ranks.replicas, keeps=True) if plan.zero else None
+        among = ranks.everyone if plan.zero else self._team
+        self._share = ModuleShare(module, self._group, self._pp, among, self._gatherer)
+        self._weight = 1.0  # of the newest call, where replicas divide shares
         self._guards: dict[CapturedForward, list[GuardedValue]] = {}
         self._changes = 0
         self._statistics: dict[CapturedForward, dict[int, RunningStatistics]] = {}  # by stage
@@ -101,6 +105,7 @@ class DividedModule(AveragedExecution):
                 return compute(*args, **kwargs)
         positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
         share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
+        self._weight = share.weight if share else 1.0
         found = self._run(forward, batch)
         if forward.graded is not None:
             self.mean.follow(found, share)
@@ -119,7 +124,8 @@ class DividedModule(AveragedExecution):
         return self._share.tensors()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        return ((name, self._parameters[name]) for name in self._replicated)
+        named = ((name, self._parameters[name]) for name in self._replicated)
+        return ((name, each) for name, each in named if not isinstance(each, PartTensor))
 
     def check_complete(self) -> None:
         super().check_complete()
@@ -172,7 +178,9 @@ class DividedModule(AveragedExecution):
     ) -> tuple[list[ReadyBatch], Any]:  # fmt: skip
         """The parts of a batch with their programs, and the key of what the forward leaves. check: of copies of the whole module, before a forward's
         first capture."""
-        training = self._module.training
+        training, shares = self._module.training, self._share.shares()
+        if shares:  # by all replicas, of which one may have to capture
+            shares.wholes()
         has = all(self._programs.has(each, loss=forward, training=training) for each in parts)
         with nullcontext() if has else self._capturing():
             ready = [
@@ -275,7 +283,7 @@ class DividedModule(AveragedExecution):
 
     def _follow(self, trained: tuple[bool, ...]) -> None:
         """Parameters may have been frozen and unfrozen since the last call."""
-        if self._ranks.plan.dp == 1 or trained == self._trained:
+        if self._ranks.plan.dp == 1 or self._gatherer or trained == self._trained:
             return
         named = {
             name: each
@@ -322,6 +330,12 @@ class DividedModule(AveragedExecution):
             name: plain(each) if isinstance(each, PartTensor) else each
             for name, each in self._parameters.items()
         }
+        if shares := self._share.shares():
+            shares.weight = self._weight
+            wholes = dict(zip(shares.parameters, shares.with_graph(), strict=True))
+            parameters |= {
+                name: wholes.get(each, parameters[name]) for name, each in self._parameters.items()
+            }
         candidates = (
             dict.fromkeys([*self._programs.summed, *self._replicated]) if self._group.size > 1 else ()
         )

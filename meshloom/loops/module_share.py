@@ -1,30 +1,39 @@
 """What one rank of a replica holds of a module: its shards of what is divided over tp, of its stages along pp; the parameters stay the
-same objects with less in them."""
+same objects with less in them. Under zero replicas divide each rank's share once more, by rows.
+
+    whole -> share of a rank (tp, pp) -> rows of a replica (dp)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
+from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.gathering import Gatherer, Gathering
 from meshloom.loops.made_parts import become, keep_states_in_parts, make_part
-from meshloom.loops.part_place import PartError, TensorPlace, refusal_of
+from meshloom.loops.part_place import PartError, PartPlace, TensorPlace, refusal_of
 from meshloom.loops.part_tensor import AsPlain, plain, take_as_plain
 from meshloom.parameters.model import all_named, make_row_major
 from meshloom.parameters.shards import Shards
 
 
 class ModuleShare:
-    """Of `module`, whole at first. tp, pp: the ranks along these axes; team: of both."""
+    """Of `module`, whole at first. tp, pp: the ranks along these axes; among: all that have parts of a tensor. gatherer: of the replicas that divide
+    shares; None: each has its own."""
 
-    def __init__(self, module: nn.Module, tp: Group, pp: Group, team: Group) -> None:
-        self._module, self._pp, self._team = module, pp, team
+    def __init__(
+        self, module: nn.Module, tp: Group, pp: Group, among: Group, gatherer: Gatherer | None = None
+    ) -> None:
+        self._module, self._pp, self._among, self._gatherer = module, pp, among, gatherer
+        self.replicas = gatherer.group if gatherer else None
         self._tensors: dict[str, Tensor] = {}  # parameters and buffers by their first names
         self._first: dict[str, str] = {}  # each name -> the first of the same tensor
         known: dict[Tensor, str] = {}
@@ -60,6 +69,17 @@ class ModuleShare:
             and self._holders.get(one) == self._holders.get(other)
         )
 
+    def shares(self) -> Gathering | None:
+        """What gathers this rank's share of each parameter, which replicas divide; None: they do not. What is kept needs no other rank."""
+        if self._gatherer is None or self.is_whole:
+            return None
+        held = (
+            each
+            for name, each in self._tensors.items()
+            if isinstance(each, nn.Parameter) and self.holds(name)
+        )
+        return Gathering(self._gatherer, [*held])
+
     @property
     def lent(self) -> list[str]:
         """Names of what several ranks along pp hold."""
@@ -71,17 +91,25 @@ class ModuleShare:
         parted = self._parted()
         kinds: list[Any] = [type(each) for _, each in parted]
         parts = [plain(each.detach()) for _, each in parted]
+        shares = None if gradients else self.shares()  # one replica may capture by itself
+        known: dict[Tensor, Tensor] = (
+            dict(zip(shares.parameters, shares.wholes(), strict=True)) if shares else {}
+        )
         with AsPlain():
             given = [each.grad for _, each in parted]
             has = torch.tensor([float(each is not None) for each in given])
             if gradients and self._holders and parted:
                 has = has.to(parted[0][1].device)
                 self._pp.all_reduce(has).wait()
-            for (name, each), gradient, has_gradient in zip(parted, given, has.tolist(), strict=True):
+            for (name, each), part, gradient, has_gradient in zip(
+                parted, parts, given, has.tolist(), strict=True
+            ):
                 each.grad = None
-                whole = self.gathered(name, plain(each.detach()))
-                part = plain(each.detach()) if gradient is None else plain(gradient)
-                gradient = self.gathered(name, part) if gradients and has_gradient else None
+                whole = (
+                    self.gathered(name, part) if gradients else self._of_share(name, known.get(each, part))
+                )
+                of_gradient = part if gradient is None else plain(gradient)
+                gradient = self.gathered(name, of_gradient) if gradients and has_gradient else None
                 if isinstance(each, nn.Parameter):
                     become(each, nn.Parameter, whole, changed=gradients)
                 else:
@@ -109,7 +137,7 @@ class ModuleShare:
         first = self._first[name]
         if self._holders and self._pp.rank != self._holders[first][0]:
             return False
-        return self.shards.speaks_for(first) if self._pp.size > 1 or first in self.shards.pieces else True
+        return self.shards.speaks_for(first)
 
     def share_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's share of a tensor of the whole's shape."""
@@ -121,17 +149,19 @@ class ModuleShare:
 
     def _parted(self) -> list[tuple[str, Tensor]]:
         """The tensors that this rank may have a share of, by name. Buffers that other stages have stay here as they were."""
+        divides = self.replicas and not self.is_whole
         return [
             (name, each)
             for name, each in self._tensors.items()
-            if name in self.shards.pieces or (self._holders and isinstance(each, nn.Parameter))
+            if name in self.shards.pieces
+            or (isinstance(each, nn.Parameter) and (self._holders or (divides and each.dim())))
         ]
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Of a tensor that is whole, and of its gradient, this rank's share in the same object."""
         if isinstance(tensor, nn.Parameter) and tensor.dim():
             if name not in self._places:
-                self._places[name] = SharePlace(self, name, self._shapes[name], self._team)
+                self._places[name] = SharePlace(self, name, self._shapes[name], self._among)
             make_part(tensor, self._places[name])
             return
         tensor.data = self.share_of(name, tensor.detach())
@@ -141,6 +171,11 @@ class ModuleShare:
         first = self._first.get(name, name)
         if first not in self._shapes:  # what a hook of `state_dict` has made
             return part
+        rows = self._places[first].rows if first in self._places and self.holds(first) else None
+        return self._of_share(first, rows.whole_of(part) if rows else part)
+
+    def _of_share(self, first: str, part: Tensor) -> Tensor:
+        """The same, of this rank's share."""
         whole = self.shards.gather(first, part) if self.holds(first) else part.new_empty(self._shapes[first])
         if self._holders:
             whole = whole.clone(memory_format=torch.contiguous_format)
@@ -153,7 +188,17 @@ class SharePlace(TensorPlace):
 
     def __init__(self, share: ModuleShare, name: str, shape: torch.Size, group: Group) -> None:
         self._share, self.name, self.shape, self.group = share, name, shape, group
-        self._counts = share.counts(name)
+        self._counts, self._rows = share.counts(name), cast("PartPlace | None", None)
+        if replicas := share.replicas:
+            own = self.own_part(torch.empty(shape, device="meta")).shape
+            sizes = tuple(chunk_sizes(own[0], replicas.size))
+            self._rows = PartPlace(name=name, shape=own, dim=0, sizes=sizes, group=replicas)
+            if isinstance(self._counts, Tensor):
+                self._counts = self._rows.own_part(self._counts.view(own)).reshape(-1)
+
+    @property
+    def rows(self) -> PartPlace | None:
+        return self._rows
 
     @cached_property
     def own_shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -164,7 +209,8 @@ class SharePlace(TensorPlace):
         raise self.refusal("A checkpoint of torch.distributed")
 
     def own_part(self, whole: Tensor) -> Tensor:
-        return self._share.share_of(self.name, whole)
+        share = self._share.share_of(self.name, whole)
+        return self._rows.own_part(share) if self._rows else share
 
     def own_of(self, other: Tensor) -> Tensor:
         is_broadcast = all(size == 1 for size in other.shape)

@@ -46,6 +46,22 @@ class _OfEach(torch.autograd.Function):
         return cast(Any, _Summed).apply(*gradients, ctx.group), None
 
 
+def _counted(values: Tensor, place: TensorPlace) -> Tensor:
+    """The sum of those that this rank counts; all that it has get its gradient."""
+    return cast(Any, _Counted).apply(values, place)
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, place: TensorPlace) -> Tensor:
+        ctx.shape = values.shape
+        return place.counted(values).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].expand(ctx.shape), None
+
+
 def over_ranks(value: Tensor, group: Group, op: ReduceOp) -> Tensor:
     """A number of each rank, or several, reduced over the ranks; without its graph."""
     total = value.detach().reshape(-1).clone()
@@ -65,15 +81,17 @@ def number_of(
     if name in ("equal", "allclose"):
         alike = getattr(torch, name)(local, *args, **kwargs)
         return bool(over_ranks(torch.tensor([alike], dtype=torch.int32, device=local.device), group, "min"))
-    local = place.counted(local)
     if name in NORMS:
         return _norm(name, local, place, *args, **kwargs)
     if args or kwargs:
         return None
     if name == "mean":
-        return (summed(_precise(local).sum(), group) / place.shape.numel()).to(local.dtype)
+        return (summed(_counted(_precise(local), place), group) / place.shape.numel()).to(local.dtype)
+    if name == "sum":
+        return summed(_counted(local, place), group)
+    local = place.counted(local)
     if name in SUMS:
-        return summed(local.count_nonzero() if name == "count_nonzero" else local.sum(), group)
+        return summed(local.count_nonzero(), group)
     if name in TRUTHS:
         truth = local.any() if name == "any" else local.all()
         return over_ranks(truth.to(torch.int32), group, TRUTHS[name]).to(torch.bool)
@@ -113,12 +131,12 @@ def _norm(
     if others or dim is not None or not isinstance(order, int | float) or (name == "linalg_norm" and given):
         return None
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return _combined(_local_norm(local, order, dtype), place.group, order)
+        return _combined(_local_norm(place.counted(local), order, dtype), place.group, order)
     if order == float("inf") or order <= 0:
         return None
     local = local if dtype is None else local.to(dtype)
     powers = _precise(local.square() if order == 2 else local.abs().pow(order))
-    total = summed(powers.sum(), place.group)
+    total = summed(_counted(powers, place), place.group)
     some = total != 0  # the gradient of a norm at zero is zero
     return (torch.where(some, total, 1).pow(1 / order) * some).to(local.dtype)
 

@@ -53,6 +53,11 @@ class TensorPlace(ABC):
         """The elements of this rank's part that it counts in a number of the whole, of which each is counted once."""
         return part
 
+    @property
+    def rows(self) -> PartPlace | None:
+        """Where replicas divide what each would have: which of them has what of it."""
+        return None
+
     @abstractmethod
     def refusal(self, what: str) -> PartError:
         """The error that says that this needs more than a part."""
@@ -77,6 +82,10 @@ class PartPlace(TensorPlace):
     @cached_property
     def own_shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.shape_of(self.group.rank)
+
+    @property
+    def rows(self) -> PartPlace:
+        return self
 
     def start(self, rank: int) -> int:
         return sum(self.sizes[:rank])

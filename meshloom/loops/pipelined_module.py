@@ -60,6 +60,7 @@ class PipelinedModule(DividedModule):
             )
         self._check_loss(loss)
         share, forward = bind(batch), self._forward((), batch, loss)
+        self._weight = share.weight if share else 1.0
         call = self._begun(forward, batch, check_loss)
         last = call.run.stages[0][call.run.last]
         learned = [

@@ -154,7 +154,7 @@ def check_of_loops(plan: Plan) -> None:
             f"A loop of one's own takes no {name}={getattr(plan, name)} from its plan: its steps are the script's. Leave it out, "
             "or describe the training as a Job (docs/loops.md)."
         )
-    if plan.zero and (plan.tp > 1 or plan.pp > 1):
+    if plan.zero == 3 and (plan.tp > 1 or plan.pp > 1):
         raise PlanError(
-            f"A loop of one's own has zero={plan.zero} with dp alone, and tp or pp divides each replica, too. Leave zero out, or tp and pp."
+            "A loop of one's own has zero=3 with dp alone, and tp or pp divides each replica, too. Use zero=2, or leave tp and pp out."
         )

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from meshloom.comm.group import Group
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.execution import Execution
-from meshloom.loops.flat_parts import gathered, reduced_to_parts
+from meshloom.loops.gathering import Gatherer, Gathering
 from meshloom.loops.made_parts import become, keep_states_in_parts, make_part
 from meshloom.loops.part_place import PartError, PartPlace
 from meshloom.loops.part_tensor import (
@@ -51,14 +50,11 @@ class ShardedModule(Execution):
         self._is_whole, self._calling = False, False
         # of what computes, and whether with its own parameters alone
         self._open: list[tuple[nn.Module, bool, ExitStack]] = []
-        # zero=1, 2: the version of a parameter, and what was gathered of it
-        self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
-        self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
+        self.gatherer = Gatherer(group, keeps=zero != 3)
         take_as_plain()
         keep_states_in_parts()
         self._draws = CallDraws(group.rank)
         self._calls = WrittenCalls(module, group, rules or {}, self._draws)
-        self.reductions = 0
         self._divide()
         others = (each for each in _modules(module, self._blocks) if each is not module and _slots(each))
         for each in [module, *self._blocks, *others]:
@@ -73,7 +69,7 @@ class ShardedModule(Execution):
             with torch.no_grad():  # nobody would reduce a gradient
                 return compute(*args, **kwargs)
         self._weight = self._weight_of(share)
-        self.again = None
+        self.gatherer.again = None
         self._divide()
         before, self._calling = self._calling, True
         if method != "forward":  # whose hooks gather
@@ -127,7 +123,7 @@ class ShardedModule(Execution):
             yield
         finally:
             self._is_whole = before
-            self.kept.clear()
+            self.gatherer.kept.clear()
             for each in parts:
                 make_part(each, each.place)
 
@@ -141,7 +137,7 @@ class ShardedModule(Execution):
 
     @property
     def backwards(self) -> int:
-        return self.reductions
+        return self.gatherer.reductions
 
     def take_notes(self) -> list[str]:
         return self._calls.take_notes()
@@ -151,7 +147,7 @@ class ShardedModule(Execution):
         memo[id(self)] = copied = copy.copy(self)
         copied._module = copy.deepcopy(self._module, memo)
         copied._blocks = [copy.deepcopy(each, memo) for each in self._blocks]
-        copied._open, copied.kept, copied.again = [], {}, None
+        copied._open, copied.gatherer = [], Gatherer(self.group, keeps=self.zero != 3)
         copied._calls = self._calls.of_a_copy()
         return copied
 
@@ -189,10 +185,8 @@ class ShardedModule(Execution):
         if not parameters:
             yield
             return
-        gathering = _Gathering(self, parameters, self._weight_here())
-        wholes: dict[nn.Parameter, Tensor] = dict(
-            zip(parameters, cast(Any, _Gather).apply(gathering, *map(plain, parameters)), strict=True)
-        )
+        gathering = Gathering(self.gatherer, parameters, self._weight_here())
+        wholes = dict(zip(parameters, gathering.with_graph(), strict=True))
         versions = [each._version for each in wholes.values()]
         try:
             for slot in slots:
@@ -222,119 +216,10 @@ class _Slot(NamedTuple):
             cells._flat_weights = [getattr(cells, each) for each in cells._flat_weights_names]
 
 
-class _Gathering:
-    """One gathering of parameters, for one forward."""
-
-    def __init__(self, owner: ShardedModule, parameters: list[nn.Parameter], weight: float) -> None:
-        self.owner, self.parameters, self.weight = owner, parameters, weight
-        self.versions = [each._version for each in parameters]
-        self._storages: dict[int, int] = {}
-
-    @torch.inference_mode(False)  # training reads what an evaluation has gathered
-    @torch.no_grad()
-    def wholes(self) -> list[Tensor]:
-        """Of each parameter, without its graph."""
-        found = [plain(each.detach()) for each in self.parameters]
-        kept = self.owner.kept
-        missing = [
-            i for i, (each, version) in enumerate(zip(self.parameters, self.versions, strict=True))
-            if isinstance(each, PartParameter) and kept.get(each, (None,))[0] != version
-        ]  # fmt: skip
-        places = [_place_of(self.parameters[i]) for i in missing]
-        new = dict(zip(missing, gathered([found[i] for i in missing], places), strict=True))
-        wholes = [new[i] if i in new else kept[each][1] if each in kept else found[i] for i, each in enumerate(self.parameters)]  # fmt: skip
-        if self.owner.zero != 3:
-            kept |= {self.parameters[i]: (self.versions[i], each) for i, each in new.items()}
-        return wholes
-
-    def reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The parts of the mean over replicas."""
-        self.owner.reductions += 1
-        if self.owner.again is not None and self.owner.again[0] is self:
-            self.owner.again = None
-        results: list[Tensor | None] = [None] * len(self.parameters)
-        trained = [i for i, each in enumerate(self.parameters) if each.requires_grad]
-        parts = [i for i in trained if isinstance(self.parameters[i], PartParameter)]
-        places = [_place_of(self.parameters[i]) for i in parts]
-        local = [plain(self.parameters[i].detach()) for i in parts]
-        for i, each in zip(
-            parts, reduced_to_parts([gradients[i] for i in parts], local, places, self.weight), strict=True
-        ):
-            results[i] = each
-        for i in (i for i in trained if i not in parts):
-            gradient, like = gradients[i], self.parameters[i].detach()
-            both = torch.stack([torch.zeros_like(like) if gradient is None else gradient * self.weight, like.new_tensor(gradient is not None)])  # fmt: skip
-            self.owner.group.all_reduce(both, "avg").wait()
-            results[i] = both[0].clone() if both[1] else None
-        return results
-
-    @contextmanager
-    def freed(self, wholes: Collection[Tensor]) -> Iterator[None]:
-        """A context in which what autograd keeps of `wholes` is their place: a backward gathers them once more."""
-        outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(False)
-        keep, read = outer or ((lambda tensor: tensor), (lambda kept: kept))
-        self._storages = {each.untyped_storage().data_ptr(): i for i, each in enumerate(wholes)}
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.layout != torch.strided:
-                return keep(tensor)
-            i = self._storages.get(tensor.untyped_storage().data_ptr())
-            if i is None or tensor.dtype != self.parameters[i].dtype or not tensor.numel():
-                return keep(tensor)
-            return _SavedView(i, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-        def unpack(kept: Any) -> Tensor:
-            if not isinstance(kept, _SavedView):
-                return read(kept)
-            return self._read(kept.parameter).as_strided(kept.shape, kept.stride, kept.offset)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            try:
-                yield
-            finally:
-                self._storages = {}
-
-    def _read(self, index: int) -> Tensor:
-        if self.owner.again is None or self.owner.again[0] is not self:
-            for each, version in zip(self.parameters, self.versions, strict=True):
-                if each._version != version and isinstance(each, PartParameter):
-                    raise each.place.refusal("A change in place, between a forward and its backward,")
-            self.owner.again = None  # one at a time
-            self.owner.again = (self, self.wholes())
-        return self.owner.again[1][index]
-
-
-class _SavedView(NamedTuple):
-    parameter: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gathering: _Gathering, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.gathering = gathering
-        ctx.set_materialize_grads(False)
-        wholes = tuple(each.detach() for each in gathering.wholes())
-        frozen = [whole for whole, part in zip(wholes, parts, strict=True) if not part.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return wholes
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.gathering.reduced(gradients)
-
-
 def _differ(parameter: PartParameter, whole: Tensor) -> bool:
     """Whether the whole was changed, as by `.data`, which has no version."""
     one, other = parameter.place.own_part(whole.detach()), plain(parameter.detach())
     return not torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _place_of(parameter: nn.Parameter) -> PartPlace:
-    return cast(PartPlace, cast(PartParameter, parameter).place)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
