@@ -40,7 +40,10 @@ def test_a_loop_of_one_s_own_equals_itself(script: str, plan: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=3", "dp=2,zero=1", "dp=2,tp=2,zero=1", "dp=2,pp=2,zero=2"])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=3", "dp=2,zero=1", "dp=2,tp=2,zero=1", "dp=2,pp=2,zero=2"],
+)
 def test_a_language_model_equals_itself_under_products_of_plans(plan: str, tmp_path: Path):
     test_a_loop_of_one_s_own_equals_itself("small_gpt", plan, tmp_path)
 

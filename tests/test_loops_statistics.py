@@ -61,8 +61,15 @@ def _no_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=2", "dp=3,zero=1", "dp=2,zero=3", pytest.param("dp=2,tp=2", marks=pytest.mark.long), pytest.param("dp=2,tp=2,zero=1", marks=pytest.mark.long), pytest.param("dp=2,pp=2", marks=pytest.mark.long)]
-)  # fmt: skip
+    "plan",
+    [
+        *("dp=2", "dp=3,zero=1", "dp=2,zero=3"),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("dp=2,tp=2", "dp=2,tp=2,zero=1", "dp=2,pp=2")
+        ),
+    ],
+)
 def test_whole_batches_on_all_replicas_count_once(plan: str) -> None:
     alone, parsed = made(), Plan.parse(plan)
     trained(alone, alone)

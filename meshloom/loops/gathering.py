@@ -35,13 +35,13 @@ class Gathering:
         self._storages: dict[int, int] = {}
 
     def with_graph(self) -> Sequence[Tensor]:
-        """The same, whose backward leaves each replica its part of the mean of gradients."""
+        """Of each parameter; the backward leaves each replica its part of the mean of gradients."""
         return cast(Any, _Gather).apply(self, *map(plain, self.parameters))
 
     @torch.inference_mode(False)  # training reads what an evaluation has gathered
     @torch.no_grad()
     def wholes(self) -> list[Tensor]:
-        """Of each parameter, without its graph."""
+        """The same without a graph."""
         found = [plain(each.detach()) for each in self.parameters]
         kept = self.owner.kept
         missing = [
