@@ -83,7 +83,13 @@ def test_a_report_is_text_and_json():
     records = json.loads(json.dumps(report.records(), allow_nan=False))
     assert [record["event"] for record in records] == ["verify_step"] * 3 + ["verify"]
     assert records[-1]["passed"] is True and records[-1]["casts"] == [
-        {"place": "Muon", "dtype": "bfloat16", "in_optimizer": True}
+        {
+            "place": "Muon",
+            "dtype": "bfloat16",
+            "in_optimizer": True,
+            "in_gradients": False,
+            "in_products": False,
+        }
     ]
     assert sum(records[-1]["owned"]) == pytest.approx(1.0)
     shown = text_of(report)
