@@ -249,7 +249,7 @@ def verified_steep(dtype: torch.dtype | None, **settings: Any) -> Report:
     return report
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rounding_that_grows_in_its_directions_is_told_from_a_mistake_in_float64():
     report = verified_steep(None)
     assert report.passed or "LBFGS evaluates the loss itself, and rounding grows in its directions: --dtype float64 tells a mistake from it" in report.notes  # fmt: skip

@@ -195,7 +195,7 @@ def test_a_long_schedule_follows_from_a_short_one(
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_search_finds_what_pricing_everything_finds() -> None:
     cluster = named("a100-80gb-sxm", hosts=2)
     parts = ClusterParts(job, cluster)

@@ -248,7 +248,7 @@ def test_a_tensor_with_a_gradient_that_is_reached_otherwise_is_refused() -> None
 # 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_function_inside_of_another_closes_over_plain_values_only() -> None:
     factor = 0.5
 
@@ -346,7 +346,7 @@ def test_a_result_that_is_an_argument_is_a_copy() -> None:
     assert equal(job_of(call), "tp=2")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_buffers_that_it_writes_follow_their_rule() -> None:
     def call(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return normed(net.norm, x)
@@ -434,7 +434,7 @@ def gathers(x: Tensor) -> Tensor:
     "plan",
     [
         pytest.param("tp=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,microbatches=2", marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
 def test_draws_belong_to_the_call(plan: str) -> None:

@@ -195,7 +195,7 @@ def test_on_whole_parameters_a_module_runs_as_written(plan: str) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "tp=2",
+        pytest.param("tp=2", marks=pytest.mark.slow),
         "pp=2,microbatches=3",
         "dp=2,tp=2,zero=1",
         pytest.param("pp=2,tp=2,microbatches=2", marks=pytest.mark.slow),

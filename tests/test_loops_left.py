@@ -60,7 +60,7 @@ def from_shapes(module: Any, y: Tensor) -> int:
     return module.cached
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow)])
 def test_plain_values_that_follow_from_shapes_are_those_of_one_device(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         inner: Any = models[0].get_submodule("inner.0")
@@ -151,7 +151,7 @@ def reads_in_evaluation(module: Left, y: Tensor) -> Any:
     return None
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("leave", "sentence"),
     [
@@ -180,7 +180,7 @@ def caches(module: Left, y: Tensor) -> Tensor:
     return module.table
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow)])
 def test_caches_and_what_the_script_sets_are_read(plan: str) -> None:
     def cached(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         return [calls[0](rows(count)).detach().sum() for count in (4, 6, 4)]
