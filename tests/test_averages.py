@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshloom as ml
+import meshloom.optimizer.user_optimizer
 import meshloom.verify.plan_evaluation
 import meshloom.verify.step_observer
 from meshloom.cli.main import main
 from meshloom.core.errors import CheckpointError, JobError, PlanError
 from meshloom.core.job import Evaluate, Job
+from meshloom.core.job_functions import without_averages
 from meshloom.core.plan import Plan
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.parameters.digest import digest
@@ -328,6 +330,15 @@ def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
     report = verify(job(evaluate=None), Plan.parse("dp=2,zero=1"), devices="simulated")
     assert report is not None and report.first_wrong is not None and report.first_wrong.step == 1
     assert {each.kind for each in report.first_wrong.errors if not each.passed} == {"average"}
+
+
+@pytest.mark.long
+def test_verify_knows_of_averages_that_the_run_does_not_keep(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        meshloom.optimizer.user_optimizer, "without_averages", lambda made: (without_averages(made)[0], None)
+    )
+    report = verify(job(), Plan.parse("dp=2,zero=1"), devices="simulated", quick=False)
+    assert report is not None and not report.passed
 
 
 @pytest.mark.processes

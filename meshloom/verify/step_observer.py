@@ -86,9 +86,8 @@ class StepObserver:
         self._chunks = []  # those of further evaluations, which LBFGS makes
         self._replica.context.activity.enter("comparing", result.step)
         each_of_state(self._replica, partial(self._tell, "add_state"))
-        if self._replica.updater.state.averages is not None:
-            self._tell("average")
-            each_average(self._replica, partial(self._tell, "add_average"))
+        self._tell("average")  # whether there are averages is not for the plan to say
+        each_average(self._replica, partial(self._tell, "add_average"))
         # [] on other ranks than the first
         if seen := gather_objects(self._replica.context.world, self._seen()):
             self._tell("end", _record(result, seen, self._replica.plan))
