@@ -69,15 +69,19 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
     try:
         with whole_batch(reference) as (chunked, loss, whole):
             error = _largest_error(reference.gradients, chunked)
-        if _differs(error, loss, reference.loss) <= tolerance:
+        if _with_loss(error, loss, reference.loss) <= tolerance:
             return WholeBatch(error=error, why="")
         draws = any(chunk.draws for chunk in reference.chunks)
         if not (reasons := _batch_norms(reference.model)):
-            equal_draws = _why_with_equal_draws(reference, tolerance) if draws else ""
-            reasons = [equal_draws] if draws else [_why(whole, reference.chunks, tolerance)]
-        interacts = any(reasons)
+            why = (
+                _why_with_equal_draws(reference, tolerance)
+                if draws
+                else _why(whole, reference.chunks, tolerance)
+            )
+            reasons = [why] if why else []
+        interacts = bool(reasons)
         reasons += ["random draws, such as dropout masks, belong to a chunk"] if draws else []
-        return WholeBatch(error=error, why=" and ".join(filter(None, reasons)), interacts=interacts)
+        return WholeBatch(error=error, why=" and ".join(reasons), interacts=interacts)
     except torch.OutOfMemoryError:
         raise
     except CODE_ERRORS as error:
@@ -87,7 +91,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         return WholeBatch(error=math.inf, why=why, ran=False)
 
 
-def _differs(error: float, loss: float, right: float) -> float:
+def _with_loss(error: float, loss: float, right: float) -> float:
     """The error of gradients or that of the loss, whichever is larger."""
     return max(error, abs(loss - right) / (max(abs(loss), abs(right)) or 1.0))
 
@@ -123,17 +127,18 @@ def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
         }
     with whole_batch_in_chunks(reference) as (_, of_chunks, chunks):
         error = _largest_error(gradients, reference.gradients)
-    return "" if _differs(error, loss, of_chunks) <= tolerance else _why(whole, chunks, tolerance)
+    return "" if _with_loss(error, loss, of_chunks) <= tolerance else _why(whole, chunks, tolerance)
 
 
 def _why(whole: Sequence[ChunkRecord], chunks: Sequence[ChunkRecord], tolerance: float) -> str:
     module = _first_that_mixes(whole, chunks, tolerance)
     if module is None:
-        module = (
+        where = (
             "the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
         )
-    own = "the model's own forward"
-    return f"samples of a batch interact in {module or own}"
+    else:
+        where = module or "the model's own forward"
+    return f"samples of a batch interact in {where}"
 
 
 def _first_that_mixes(
@@ -155,14 +160,16 @@ def _first_that_mixes(
         together = reduce(add_outputs, parts)
         if together.count != output.count:
             continue  # not an output per sample: a position table, a loss
-        if min(output_error(together, output), max(output_error(part, output) for part in parts)) > tolerance:
+        # not <=, as NaN differs
+        if not output_error(together, output) <= tolerance and not all(
+            output_error(part, output) <= tolerance for part in parts
+        ):
             return output.name
     return None
 
 
-_Rerun = tuple[
-    Gradients, float, Sequence[ChunkRecord]
-]  # the step's gradients, and of the rerun the loss and the chunks
+# the step's gradients, and of the rerun the loss and the chunks
+_Rerun = tuple[Gradients, float, Sequence[ChunkRecord]]
 
 
 @contextmanager
