@@ -29,6 +29,7 @@ from meshloom.core.random import preserved_draws, seed_script
 from meshloom.core.units import format_count
 from meshloom.launch.environment import script_seed
 from meshloom.loops import parallel as loops_parallel
+from meshloom.loops.captured_forward import autocast_here
 from meshloom.loops.ranks import check_of_loops, leave_ranks, ranks
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.verify.scripts.recorder import EnoughStepsError, replaced
@@ -263,9 +264,8 @@ class _Samples:
 
 
 def _autocast() -> torch.dtype | None:
-    """The dtype of the context that this runs in; None: of none."""
-    devices = (each for each in ("cuda", "cpu") if torch.is_autocast_enabled(each))
-    return next(map(torch.get_autocast_dtype, devices), None)
+    """The dtype of the context that this runs in, a GPU's before the CPU's; None: of none."""
+    return next((dtype for _, dtype in reversed(autocast_here())), None)
 
 
 def _calls_behind(roots: Sequence[Tensor]) -> list[_Call]:

@@ -170,9 +170,8 @@ class Replica:
         if self.sums.unknown:
             self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         is_right = weight > 0 and math.isfinite(total) and not self.sums.overflowed
-        if not (
-            is_right or self.updating
-        ):  # optimizers that evaluate the loss themselves turn back from infinite ones
+        # optimizers that evaluate the loss themselves turn back from infinite ones
+        if not (is_right or self.updating):
             overflow = self.sums.scale if self.sums.overflowed else None
             step_checks.check_finite(partial(self.engine.stages.locate, filled), self.context.world, step, total, weight, overflow)  # fmt: skip
         for check in at.checked:
