@@ -112,6 +112,21 @@ def test_what_an_unknown_optimizer_gathers_is_on_every_rank(text: str):
     )
 
 
+@pytest.mark.parametrize("text", ["dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_a_copy_for_checkpoints_in_the_background_lies_beside_a_step(text: str):
+    """Of parameters and state, which replicas divide, and of buffers. On other devices it is in the host's memory."""
+    plan, readings = Plan.parse(text), Readings(replace(blocks_job(), checkpoint="background"))
+    (mine,), (alone,) = (predicted_ranks(readings, each) for each in (plan, Plan()))
+    copied = mine.phases["checkpoint"] - mine.phases["step"]
+    assert copied == pytest.approx((alone.parameters + alone.optimizer) / plan.dp + alone.buffers, rel=CLOSE)
+
+
+def test_what_is_offloaded_is_saved_in_the_foreground():
+    readings = Readings(replace(blocks_job(), checkpoint="background"))
+    (mine,) = predicted_ranks(readings, Plan.parse("dp=2,zero=1,offload=optimizer"))
+    assert mine.phases["checkpoint"] < mine.phases["step"]
+
+
 @pytest.mark.slow
 def test_offloaded_state_is_in_no_phase_but_for_a_window():
     """What is followed here counts mapped memory, too."""

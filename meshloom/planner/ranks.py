@@ -253,16 +253,18 @@ def ranks_of(
             replace(each, held=with_gathered(each.held, plan, readings.gathered, facts.optimizer_factor))
             for each in shares
         )
-    count = len(plan.largest_share(batch_size or readings.job.batch_size))
+    sizes = plan.largest_share(batch_size or readings.job.batch_size)
+    # what is copied from other devices lies on the host
+    copies = readings.job.checkpoint == "background" and readings.of(sizes[0]).program.device.type == "cpu"
     memories = tuple(
         memory_of_rank(
             plan,
             each.held,
             facts,
-            microbatches=count,
+            microbatches=len(sizes),
             first=each.pp == 0,
             one_copy=one_copy,
-            background=readings.job.checkpoint == "background",
+            background=copies,
         )
         for each in shares
     )
