@@ -1,4 +1,4 @@
-"""What a step enters may only become less: the numbers of `traced.json`."""
+"""What a step enters may only become less: the numbers of `traced.json`, which `python -m tests.traced --write` takes down."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def test_a_step_enters_no_more_than_is_written(plan: str) -> None:
         if count > known[plan][name]
     ]
     assert not more, f"{plan} enters more than before; python -m tests.traced --list {plan} lists it: {more}"
-    assert found == known[plan], f"{plan} enters less than before. Write it: python -m tests.traced --write"
 
 
 @pytest.mark.parametrize("plan", PLANS)
