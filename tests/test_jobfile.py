@@ -180,3 +180,12 @@ def test_words_are_the_files_own(packages: Path) -> None:
     assert sys.argv is before
     assert found is not None
     assert found.batch_size == 5
+
+
+def test_a_loop_of_one_s_own_is_refused_before_it_runs(tmp_path: Path):
+    file = tmp_path / "script.py"
+    file.write_text("import meshloom as ml\nraise AssertionError('it ran')\n")
+    with pytest.raises(
+        JobError, match=r"script.py has no 'job'. Define job .* is started by meshloom run .*script.py"
+    ):
+        load_job(str(file))

@@ -21,6 +21,10 @@ from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws, seed_everything
 
 _SEED = 0  # of what a file draws while it is loaded
+_DEFINE = (
+    "Define job = meshloom.Job(...) in it, or name a function that returns one, as FILE.py:NAME. "
+    "A script with a loop of its own is started by meshloom run {path}."
+)
 
 
 def check_target(target: str) -> tuple[Path, str]:
@@ -104,6 +108,8 @@ def load_job(target: str) -> Job | None:
     None: NAME is a function that returned nothing, since it ran its own loop.
     """
     path, name = check_target(target)
+    if is_script(target):  # its loop would run
+        raise JobError(f"{path} has no {name!r}. {_DEFINE.format(path=path)}")
     with preserved_draws():
         seed_everything(_SEED)
         return _found(path, name)
@@ -182,7 +188,4 @@ def _advice(path: Path, module: Any) -> str:
     jobs = [name for name, value in vars(module).items() if isinstance(value, Job)]
     if jobs:
         return f"It has {', '.join(jobs)}: give {path}:{jobs[0]}."
-    return (
-        "Define job = meshloom.Job(...) in it, or name a function that returns one, as FILE.py:NAME. "
-        f"A script with a loop of its own is started by meshloom run {path}."
-    )
+    return _DEFINE.format(path=path)
