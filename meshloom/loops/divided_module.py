@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from meshloom.comm.objects import on_rank_0, scatter_objects
 from meshloom.comm.simulated import simulated_groups
@@ -103,6 +104,9 @@ class DividedModule(AveragedExecution):
         if self._is_whole:
             with torch.no_grad(), self._left.as_written():  # nobody would divide a gradient
                 return compute(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # whose tensors no capture takes, nor a later training
+            with torch.inference_mode(False), torch.no_grad():
+                return self.call(compute, *tree_map(_of_training, (args, kwargs)), method)
         positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
         share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
         self._weight = share.weight if share else 1.0
@@ -372,6 +376,10 @@ class _Completed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivative()
         return None, *ctx.complete(gradients)
+
+
+def _of_training(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _job(model: Callable[[], nn.Module], batch_size: int, leaves: Sequence[str | type[nn.Module]]) -> Job:
