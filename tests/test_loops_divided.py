@@ -599,3 +599,28 @@ def test_a_module_that_trains_by_another_method_alone_is_refused() -> None:
 
         with pytest.raises(TrainingError, match="divides nothing of it"):
             world.turns.run([lambda own=own: of_rank(own) for own in world.local])
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,pp=2,microbatches=2"])
+def test_a_few_lengths_are_captured_and_the_others_follow(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text is generated: the module is whole on a rank for each capture."""
+    wholes = list[int]()
+    whole_copy = DividedModule._whole_copy
+
+    def counted(self: DividedModule) -> nn.Module:
+        wholes.append(1)
+        return whole_copy(self)
+
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        draws = torch.Generator().manual_seed(1)
+        found = []
+        for length in range(2, 13):
+            with torch.no_grad():
+                found.append(call(torch.randint(50, (4, length), generator=draws)))
+        assert model.training
+        return found
+
+    monkeypatch.setattr(DividedModule, "_whole_copy", counted)
+    check(plan, seeded(lambda: [Language()]), script)
+    assert len(wholes) <= 3 * Plan.parse(plan).dp

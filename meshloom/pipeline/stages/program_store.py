@@ -100,6 +100,16 @@ class ProgramStore:
         key = self._key(leaves_of(batch), loss, training)
         return key is not None and key in self._entries
 
+    def follows(self, batch: Any, *, loss: LossFunction, training: bool) -> bool:
+        """Whether batches like this one have stages, or get them now from those of other sizes: nothing is captured. The replica's ranks all
+        pass the same batch."""
+        if not self.has(batch, loss=loss, training=training):
+            program = self._of(loss).made_of(leaves_of(batch), training=training)
+            if program is None:
+                return False
+            self._add_made(program, loss)
+        return True
+
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ReadyBatch:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
         loss, leaves = loss or self._job.loss, leaves_of(batch)
@@ -111,9 +121,7 @@ class ProgramStore:
         program = self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:
             return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team))
-        key = self._add(program, loss, self._team)
-        self._entries[key] = self._sharing(self._entries[key])
-        return ReadyBatch(leaves, key)
+        return ReadyBatch(leaves, self._add_made(program, loss))
 
     def stages(self, key: ProgramKey) -> tuple[Stage, ...]:
         """All stages of this rank's shard, for batches that are ready."""
@@ -179,6 +187,11 @@ class ProgramStore:
             replace(each, program=replace(each.program, shared=other.program.shared))
             for each, other in zip(stages, known, strict=True)
         )
+
+    def _add_made(self, program: Program, loss: LossFunction) -> ProgramKey:
+        key = self._add(program, loss, self._team)
+        self._entries[key] = self._sharing(self._entries[key])
+        return key
 
     def _capture(
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,

@@ -169,8 +169,7 @@ class CapturedLoss:
         if self.get(batch, training=training) is not None:
             return None  # captured itself
         leaves = leaves_of(batch)
-        found = (each.program(leaves) for each in self._any_size[training])
-        program = next((each for each in found if each is not None), None)
+        program = self.made_of(leaves, training=training)
         family = [each for each in self._captured(training) if is_like(each, leaves)]
         if program is None and len(family) > 1 and len(self._refused[training]) < MAX_TRIES:
             try:
@@ -184,6 +183,11 @@ class CapturedLoss:
             except MeshloomError as error:
                 self._refused[training].append(str(error)[:240])
         return program
+
+    def made_of(self, leaves: Leaves, *, training: bool) -> Program | None:
+        """The program for batches like this one, by what is known of other sizes: the same on all ranks."""
+        found = (each.program(leaves) for each in self._any_size[training])
+        return next((each for each in found if each is not None), None)
 
     def _fitted(self, group: Group, leaves: Leaves, family: Sequence[Program]) -> AnySize:
         """Programs for all sizes at which the loss makes the same calls as for this batch. family: captured programs, in

@@ -15,7 +15,7 @@ from meshloom.tensor_parallel.layout.routes import Route, key_of
 
 @dataclass(frozen=True, kw_only=True)
 class StripNumbers:
-    """A number for every strip, in program order; `axes[number]` is the strip.
+    """A number for every strip that can be sharded, in program order; `axes[number]` is the strip.
 
     routes: key of an axis -> number of a strip -> the route by which the axis is sharded together with that
         strip.
@@ -32,8 +32,7 @@ class StripNumbers:
     )
 
     def leaves(self, axis: Axis) -> frozenset[int]:
-        """Numbers of the strips that an axis consists of or is routed with, except strips of size 1, which
-        cannot be sharded."""
+        """Numbers of the strips that an axis consists of or is routed with."""
         found = self._leaves.get(axis)
         if found is None:
             found = frozenset(self.of[leaf.strip] for leaf in axis.leaves() if leaf.strip in self.of)
@@ -50,9 +49,21 @@ class StripNumbers:
 
 
 def numbers_of(layout: Layout) -> StripNumbers:
-    """Numbers for the strips of all values, and of labels that occur in no value."""
+    """Numbers for the strips of all values, and of labels that occur in no value. Those of size 1 are on every rank, but for a single row that a
+    slice of a parameter leaves out or keeps."""
     strips = dict.fromkeys(leaf.strip for axis in axes_in(layout) for leaf in axis.leaves())
-    of = {strip: number for number, strip in enumerate(strip for strip in strips if strip.size > 1)}
+    kept = layout.program.parameters | layout.program.buffers
+    slices = (
+        axis
+        for each in kept.values()
+        for axis in layout.values[each.value][0]
+        if axis.kind == "concatenation"
+    )
+    # so that a parameter's shards are the same, however many of its rows are read
+    rows = dict.fromkeys(leaf.strip for axis in slices for leaf in axis.leaves() if leaf.strip.size == 1)
+    of = {
+        strip: number for number, strip in enumerate([*(strip for strip in strips if strip.size > 1), *rows])
+    }
     routes: dict[tuple[Key, ...], dict[int, Route]] = {}
     several: set[tuple[tuple[Key, ...], int]] = set()  # rows routed by two values: the same experts twice
     for route in layout.routes:
