@@ -445,7 +445,6 @@ def test_lines_are_written_beside_comments_and_semicolons(tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("adopt {0}/none.py", "There is no Python file"),
         ("adopt {0}/train.py --out {0}", "exists. Remove it, or give another folder as --out DIR."),
         ("adopt {0}/train.py --plan dp=2,zero=3,tp=2", "A loop of one's own has zero=3 with dp alone"),
     ],

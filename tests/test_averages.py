@@ -287,21 +287,11 @@ def test_a_loop_without_a_job_has_averages(tmp_path: Path):
 
 
 def test_what_has_no_average_is_refused():
-    sgd = torch.optim.SGD([torch.zeros(1)])
-    with pytest.raises(JobError, match=r"write optimizer=lambda named: ml\.Averaged\(.*, 0\.75\) in place"):
-        plain(average=0.75)
-    with pytest.raises(JobError, match=r"decay=1\) must be a number between 0 and 1"):
-        ml.Averaged(sgd, 1)
-    for other in ([sgd], ml.Averaged(sgd, 0.5)):
-        with pytest.raises(JobError, match="takes an optimizer of torch, like .*; of several, wrap each"):
-            ml.Averaged(other, 0.5)  # pyright: ignore[reportArgumentType]
-    for plan, why in {
-        "dp=2,exchange=local_sgd,local_steps=2": "where replicas have parameters of their own",
-        "dp=2,exchange=async": "where replicas have parameters of their own",
-        "dp=2,precision=bf16": "whose digits are too few",
-    }.items():
-        with pytest.raises(PlanError, match=why), ml.Trainer(job(), plan, listener=QUIET) as trainer:
-            trainer.fit()
+    averaged = ml.Averaged(torch.optim.SGD([torch.zeros(1)]), 0.5)
+    with pytest.raises(JobError, match="takes an optimizer of torch, like .*; of several, wrap each"):
+        ml.Averaged(averaged, 0.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanError, match="where replicas have parameters of their own"):
+        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET)
 
 
 @pytest.mark.long

@@ -80,12 +80,6 @@ def test_a_value_that_is_no_number_is_never_best():
 
 
 def test_mistakes_are_one_sentence():
-    with pytest.raises(JobError, match=r"best='score'. must be one of 'score:max', 'score:min'"):
-        job(best="score")
-    with pytest.raises(
-        JobError, match=r"patience=2\) waits for a better value of a metric. Name it, like best='score:max'"
-    ):
-        job(best=None, patience=2)
     with pytest.raises(PlanError, match="keeps no best one"):
         ml.Trainer(job(), "dp=2,exchange=async")
     with pytest.raises(JobError, match="must be a Listener of functions"):

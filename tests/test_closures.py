@@ -205,14 +205,6 @@ def test_where_its_history_cannot_be_divided_every_rank_keeps_all(
     assert f"so every rank keeps all of them: zero={zero} divides nothing." in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_stages_that_have_some_parameters_each_are_refused():
-    with pytest.raises(
-        ml.MeshloomError, match="LBFGS looks at all parameters at once, and with pp=2 no rank has them all"
-    ):
-        ml.Trainer(closure_job(), "pp=2,microbatches=2", devices="simulated", listener=QUIET)
-
-
 def test_lbfgs_beside_another_optimizer_is_refused():
     both = lambda named: [lbfgs(named[:2]), torch.optim.SGD(named[2:], lr=0.1)]  # noqa: E731
     with pytest.raises(ml.MeshloomError, match="LBFGS evaluates the loss several times in a step, and the optimizer function returned 2"):  # fmt: skip

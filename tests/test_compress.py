@@ -15,8 +15,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
-from meshloom.core.errors import PlanError
-from meshloom.core.plan import Plan
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.bf16 import BF16
@@ -25,7 +23,6 @@ from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.buckets.topk import TopK
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.exchange_world import data, watch
 from tests.jobs import make_job
 
@@ -279,13 +276,6 @@ def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: st
     ) as trainer:
         summary = trainer.fit()  # which compares the replicas' bits at the end
     assert summary.predicted == summary.counted
-
-
-def test_verification_names_the_setting() -> None:
-    with pytest.raises(
-        PlanError, match=r"^compress=bf16: such a plan does not promise to compute what one device computes"
-    ):
-        verify(make_job("mlp", "sgd"), Plan(dp=2, compress="bf16"), devices="simulated")
 
 
 # --- A planted mistake.

@@ -468,11 +468,7 @@ def test_a_file_that_changes_before_it_is_read_is_told(tmp_path: Path) -> None:
         weights.fill(MLP())
 
 
-def test_wrong_settings_are_told() -> None:
-    with pytest.raises(JobError, match=r"Job\(weights=...\) must be a path"):
-        make_job("mlp", "sgd", weights=3)
-    with pytest.raises(JobError, match=r"no weights=PATH is given"):
-        make_job("mlp", "sgd", weight_names={"a": "b"})
+def test_a_mapping_to_what_is_no_name_is_told() -> None:
     with pytest.raises(JobError, match=r"must be names by name"):
         make_job("mlp", "sgd", weights="x", weight_names={"a": 3})
 

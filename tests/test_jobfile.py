@@ -84,14 +84,7 @@ def test_a_file_without_any_job_says_how_to_define_one(job_file) -> None:  # typ
         load_job(str(job_file(text="x = 1")))
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"There is no file .*nothing\.py"):
-        load_job(str(tmp_path / "nothing.py"))
-
-
-def test_a_directory_and_bytes_are_said(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="is a directory. Give the file"):
-        load_job(str(tmp_path))
+def test_bytes_are_said(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_bytes(b"\x7fELF\x00")
     with pytest.raises(JobError, match="job.py is no Python source: .*null bytes"):
         load_job(str(tmp_path / "job.py"))

@@ -185,8 +185,6 @@ def test_what_has_no_convention_is_refused_by_name():
             build_model(keyed(build), CPU, None)
     with pytest.raises(MeshloomError, match="1.gain of Module has no convention"):
         Trainer(keyed(bare), "dp=2,zero=3", devices="simulated")
-    with pytest.raises(JobError, match="'stream' or 'keyed'"):
-        replace(keyed(), init="named")
 
 
 def test_servers_start_from_the_same_values():

@@ -370,11 +370,7 @@ def test_parameters_travel_once_a_round_and_bytes_are_predicted(
 
 
 def test_verification_names_local_steps() -> None:
-    for text, named in (
-        ("local_sgd,local_steps=4", "local_steps=4"),
-        ("diloco", "exchange=diloco"),
-        ("async", "staleness=inf"),
-    ):
+    for text, named in (("diloco", "exchange=diloco"), ("async", "staleness=inf")):
         with pytest.raises(PlanError, match=rf"^{named}: such a plan does not promise"):
             verify(even_sgd(), Plan.parse(f"dp=2,exchange={text}"), devices="simulated")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reading_jobs import Augmented, job_of, read_chunks, same
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.core.errors import DataError, PlanError
+from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order
 from meshloom.data.job_data import open_reader
@@ -141,19 +141,6 @@ def test_synchronised_statistics_refuse_a_batch_that_does_not_fill_the_chunks():
         read_chunks(job, plan, 0, 3)
     with pytest.raises(PlanError, match="A batch of 2 samples cannot fill 4 chunks"):
         read_chunks(job, plan, 4, 6)
-
-
-def test_empty_dataset():
-    with pytest.raises(DataError, match="The dataset is empty"):
-        read_chunks(job_of([]), Plan(), 0, 1)
-
-
-def test_dropping_the_only_batch():
-    with pytest.raises(
-        DataError,
-        match=r"3 samples, and drop_last=True drops the short batch of them \(batch_size=4\). Use batch_size=3 or less",
-    ):
-        read_chunks(job_of([1, 2, 3], drop_last=True), Plan(), 0, 1)
 
 
 def test_a_run_of_no_steps_reads_nothing():

@@ -548,22 +548,14 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
     )
 
 
-def test_unusable_schedulers_are_refused():
+def test_a_scheduler_that_cannot_be_saved_is_refused():
     class Odd(lr_scheduler.StepLR):
         def __init__(self, optimizer: Optimizer) -> None:
             super().__init__(optimizer, 1)
             self.model = nn.Linear(1, 1)
 
-    for schedule, words in [
-        (lambda _: None, "returned a NoneType"),
-        (Odd, "Odd cannot be saved: model is a Linear"),
-        (
-            lambda _: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1),
-            "a StepLR of another optimizer than the one it was given, whose rate would never change",
-        ),
-    ]:
-        with pytest.raises(JobError, match=words):
-            World(job(BUILDS["SGD"], scheduler=schedule), "all_reduce", 1)
+    with pytest.raises(JobError, match="Odd cannot be saved: model is a Linear"):
+        World(job(BUILDS["SGD"], scheduler=Odd), "all_reduce", 1)
 
 
 def test_state_of_another_optimizer_is_refused():

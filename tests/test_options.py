@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshloom.cli.main import main
-from meshloom.core.errors import DeviceError, PlanError
-from meshloom.core.job import Job
+from meshloom.core.errors import DeviceError
 from meshloom.launch.devices import choose_for_workers
-from meshloom.train.trainer import Trainer
-from tests.jobs import make_job
 from tests.machine import machine
 
 FILE = "tests/job_file.py"
@@ -41,12 +38,6 @@ def test_what_means_nothing_is_refused(
 ) -> None:
     assert main(["train", FILE, *words]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_a_trainer_refuses_snapshots_of_servers_that_there_are_not() -> None:
-    job: Job = make_job("mlp", "sgd")
-    with pytest.raises(PlanError, match="snapshot_every=7 is for the servers of exchange=async"):
-        Trainer(job, "dp=2", devices="simulated", snapshot_every=7)
 
 
 def test_workers_are_processes_where_there_is_a_core_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,18 +178,9 @@ def test_a_plan_knows_its_ranks_and_chunks():
     assert plan.num_chunks == 12
 
 
-@pytest.mark.parametrize(
-    ("text", "beginning"),
-    [
-        ("{", "This plan is not JSON: "),
-        ("[1]", "A plan in JSON is an object of settings, not list."),
-        ('{"overlapping": true}', "A plan has no setting 'overlapping'. Did you mean overlap?"),
-    ],
-)
-def test_wrong_json_is_one_sentence(text: str, beginning: str):
-    with pytest.raises(PlanError) as caught:
-        Plan.from_json(text)
-    assert str(caught.value).startswith(beginning)
+def test_a_text_that_is_no_json_is_one_sentence():
+    with pytest.raises(PlanError, match=r"^This plan is not JSON: "):
+        Plan.from_json("{")
 
 
 def test_placements_are_a_value():

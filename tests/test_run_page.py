@@ -248,8 +248,3 @@ def test_watching_follows_a_run_to_its_end(
     assert "step 5/5" in said
     assert "2 steps in " in said
     assert "step 1/3" not in said  # of before it resumed
-
-
-def test_watching_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "has no events.jsonl" in " ".join(capsys.readouterr().err.split())

@@ -132,8 +132,6 @@ def test_a_record_gives_the_same_shares_again(changes: dict[int, list[int]], num
 @pytest.mark.parametrize(
     ("plan", "record", "sentence"),
     [
-        (Plan(dp=2), [(1, (1, 2))], "for a plan with shares=measured, and this one has shares=even"),
-        (MEASURED, [(1, (1, 2))], r"Recorded shares 1\+2 from step 1 are for 2 replicas, and dp=3"),
         (MEASURED, [(1, (0, 0, 0))], "are not valid"),
         (MEASURED, [(1, (3, -1, 1))], "are not valid"),
         (MEASURED, [(4, (1, 1, 2)), (4, (1, 2, 1))], "come after those from step 4"),

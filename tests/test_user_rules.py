@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.core.errors import CaptureError, JobError
-from meshloom.core.job import Job
+from meshloom.core.errors import CaptureError
 from meshloom.tensor_parallel.rules.table import rules_with
 from tests.rule_calls import Chance, OneCall
 from tests.rule_check import Checked, check_call
@@ -96,11 +95,3 @@ def test_a_rule_that_does_not_fit_the_call_says_why(text: str, why: str):
     expected = f"The rule of meshloom_tests::gate, {text!r}, does not fit its call on [6, 5], [6, 5], which gives [6, 5]{why}."
     with pytest.raises((CaptureError, AssertionError), match=re.escape(expected)):
         check(text)
-
-
-def test_a_job_wants_texts():
-    with pytest.raises(JobError, match=re.escape("Job(rules=...) must be texts by operator, like rules={")):
-        Job(
-            model=lambda: torch.nn.Linear(2, 1), loss=lambda model, batch: model(batch).sum(), optimizer=lambda named: torch.optim.SGD(named),
-            data=list, batch_size=1, steps=1, rules={"mylib::swiglu": 3},
-        )  # fmt: skip
