@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
+from tests.verified import report_on
 
 WIDTH, LENGTH, SAMPLES = 12, 5, 24
 
@@ -301,6 +300,5 @@ def part_job(name: str) -> Job:
 
 def equal(job: Job, plan: str) -> bool:
     """Whether a plan computes what one device computes."""
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
+    report = report_on(job, plan)
     return report.passed

@@ -15,11 +15,10 @@ import torch
 import meshloom.pipeline.stages.stage_cutter
 import meshloom.tensor_parallel.division
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.program.cost.rates import Rates
-from meshloom.verify.run import verify
 from tests.any_choice import NAMES, Outcome, Pair, Readings, name_of, outcome_of, pair_of
 from tests.jobs import Samples
+from tests.verified import equals_one_device
 
 pytestmark = [
     pytest.mark.long,
@@ -96,9 +95,7 @@ WHISPER = {
 def verified(job: Job, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
     monkeypatch.setattr(meshloom.pipeline.stages.stage_cutter, "rates_here", lambda *_: rates)
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(job, plan)
 
 
 def whisper() -> Job:

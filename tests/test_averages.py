@@ -34,6 +34,7 @@ from meshloom.verify.run import verify
 from tests.jobs import averaged, class_loss, make_job, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
 from tests.processes import on_ranks
+from tests.verified import equals_one_device, report_on
 
 TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PLANS = [
@@ -290,16 +291,18 @@ def test_what_has_no_average_is_refused():
     averaged = ml.Averaged(torch.optim.SGD([torch.zeros(1)]), 0.5)
     with pytest.raises(JobError, match="takes an optimizer of torch, like .*; of several, wrap each"):
         ml.Averaged(averaged, 0.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(PlanError, match="where replicas have parameters of their own"):
-        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET)
+    with (
+        pytest.raises(PlanError, match="where replicas have parameters of their own"),
+        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer,
+    ):
+        trainer.fit()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
 @pytest.mark.slow
 def test_verify_compares_averages(plan: str):
-    report = verify(job(evaluate=None), Plan.parse(plan), devices="simulated")
-    assert report is not None and report.passed
+    report = equals_one_device(job(evaluate=None), plan, steps=3, dtype=None)
     for step in report.steps:
         compared = {each.name for each in step.errors if each.kind == "average"}
         assert compared == set(dict(make_job("mlp", "sgd").model().named_parameters()))
@@ -317,8 +320,8 @@ def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
             each.tensor.data.lerp_(old, 0.5)
 
     monkeypatch.setattr(ParameterAverages, "update", half)
-    report = verify(job(evaluate=None), Plan.parse("dp=2,zero=1"), devices="simulated")
-    assert report is not None and report.first_wrong is not None and report.first_wrong.step == 1
+    report = report_on(job(evaluate=None), "dp=2,zero=1", steps=3, dtype=None)
+    assert report.first_wrong is not None and report.first_wrong.step == 1
     assert {each.kind for each in report.first_wrong.errors if not each.passed} == {"average"}
 
 
@@ -327,8 +330,8 @@ def test_verify_knows_of_averages_that_the_run_does_not_keep(monkeypatch: pytest
     monkeypatch.setattr(
         meshloom.optimizer.user_optimizer, "without_averages", lambda made: (without_averages(made)[0], None)
     )
-    report = verify(job(), Plan.parse("dp=2,zero=1"), devices="simulated", quick=False)
-    assert report is not None and not report.passed
+    report = report_on(job(), "dp=2,zero=1", quick=False, steps=3, dtype=None)
+    assert not report.passed
 
 
 @pytest.mark.processes

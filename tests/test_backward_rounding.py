@@ -15,9 +15,9 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.alone import Alone
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import backward_effect, outputs_effect, rounding_effect
-from meshloom.verify.run import verify
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure
 from tests.jobs import Samples
+from tests.verified import equals_one_device, report_on
 
 pytestmark = [pytest.mark.usefixtures("silent_export")]
 
@@ -62,8 +62,7 @@ def job_of(width: int = 4096, rate: float = 1e-2) -> Job:
 @pytest.mark.long
 def test_a_saturated_gate_is_equal(dtype: torch.dtype) -> None:
     """The story: the gate's gradient was off by 4.5e-8, exact arithmetic is 1.1e-7 from one device, and perturbed parameters moved it by 2e-14."""
-    report = verify(job_of(), Plan.parse("tp=2"), devices="simulated", dtype=dtype, steps=2)
-    assert report is not None and report.passed, report.worst()
+    equals_one_device(job_of(), "tp=2", dtype=dtype)
 
 
 class Gated(nn.Module):
@@ -110,8 +109,8 @@ def test_a_wrong_gradient_of_a_saturated_gate_is_seen(monkeypatch: pytest.Monkey
         return right(self, gradients, other)
 
     monkeypatch.setattr(Alone, "gather", scaled)
-    report = verify(job_of(), Plan.parse("tp=2"), devices="simulated", dtype=torch.float64, steps=2)
-    assert report is not None and report.first_wrong is not None
+    report = report_on(job_of(), "tp=2")
+    assert report.first_wrong is not None
     assert "1.gate.weight" in report.first_wrong.failed("gradient")
 
 

@@ -16,23 +16,19 @@ import pytest
 import torch
 
 from meshloom.core.errors import CaptureError
-from meshloom.core.plan import Plan
 from meshloom.program.ir.batch_values import text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.store.captured_loss import MAX_VALUES, CapturedLoss, _key
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.loss_jobs import EQUAL, REFUSED, STEPS, Opaque, Task, job_of, job_with
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def check(name: str, plan: str, steps: int = STEPS) -> None:
-    report = verify(
-        job_with(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps
-    )
-    assert report and report.passed
+    equals_one_device(job_with(*EQUAL[name]), plan, steps=steps)
 
 
 @pytest.mark.covering("float", "text")
@@ -55,8 +51,7 @@ def test_what_has_another_value_in_every_batch_is_refused_by_name(name: str):
 @pytest.mark.slow
 def test_dp_takes_it(name: str):
     extra, loss, _ = REFUSED[name]
-    report = verify(job_with(extra, loss), Plan.parse("dp=2"), devices="simulated")
-    assert report and report.passed
+    equals_one_device(job_with(extra, loss), "dp=2", steps=3, dtype=None)
 
 
 def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:

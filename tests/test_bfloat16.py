@@ -26,10 +26,10 @@ from meshloom.program.capture.capture import capture
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import slow
 from tests.precision_jobs import job_of
 from tests.test_memory import job_and_batches
+from tests.verified import equals_one_device, report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "compiler")]
 
@@ -190,8 +190,7 @@ class _Mixed(nn.Module):
 @pytest.mark.slow
 def test_parameters_of_every_dtype_are_trained():
     job = replace(job_of("mlp"), model=_Mixed)
-    report = verify(job, bf16("dp=2,zero=1"), devices="simulated", steps=2)
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
+    equals_one_device(job, bf16("dp=2,zero=1"), dtype=None)
     with Trainer(job, bf16("dp=2,zero=1"), devices="simulated") as trainer:
         replica = trainer.replicas[0]
         state = replica.model.state_dict()
@@ -220,11 +219,10 @@ def test_weights_of_files_fill_masters_at_their_precision(plan: str, tmp_path: P
 @pytest.mark.slow
 def test_verify_says_what_is_rounded_and_that_float64_leaves_it_out():
     job = job_of("mlp", shuffle=False)
-    report = verify(job, bf16("dp=2"), devices="simulated", steps=1)
-    assert report and report.passed
+    report = equals_one_device(job, bf16("dp=2"), steps=1, dtype=None)
     assert "parameters are bfloat16" in report.autocast
-    exact = verify(job, bf16("dp=2"), devices="simulated", steps=1, dtype=torch.float64)
-    assert exact and exact.passed and "left out" in exact.autocast
+    exact = equals_one_device(job, bf16("dp=2"), steps=1)
+    assert "left out" in exact.autocast
 
 
 def lost_update(masters: Masters, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -275,8 +273,8 @@ def test_a_slice_that_is_rounded_twice_is_found(plan: str, monkeypatch: pytest.M
 
 
 def _found(plan: str, name: str) -> None:
-    report = verify(job_of("mlp"), bf16(plan), devices="simulated", steps=2)
-    assert report and not report.passed
+    report = report_on(job_of("mlp"), bf16(plan), dtype=None)
+    assert not report.passed
     wrong = [error.name for step in report.steps for error in step.errors if not error.passed]
     facts = [fact for step in report.steps for fact in step.facts]
     assert name in wrong if name else wrong or facts

@@ -15,12 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import meshloom as ml
 from meshloom.core.errors import JobError, PlanError
-from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.synchronous import SynchronousRun
-from meshloom.verify.run import verify
 from tests.jobs import class_loss, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
+from tests.verified import equals_one_device, report_on
 
 QUIET = ml.Listener(started=str, note=str)
 
@@ -126,8 +125,7 @@ def test_an_evaluation_in_a_loop_of_one_s_own_steps_it():
 @pytest.mark.slow
 def test_it_is_verified(plan: str):
     """With the evaluation, the checkpoint and what is resumed from it."""
-    found = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
-    assert found is not None and found.passed, found.between
+    found = equals_one_device(job(), plan, quick=False, steps=3)
     assert any("checkpoint" in each.what for each in found.between)
 
 
@@ -135,8 +133,8 @@ def test_it_is_verified(plan: str):
 @pytest.mark.slow
 def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TeamEvaluation, "step_schedulers", lambda *_: None)
-    found = verify(job(), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert found is not None and not found.passed
+    found = report_on(job(), "dp=2", quick=False, steps=3)
+    assert not found.passed
     facts = [fact for each in found.between for fact in each.facts]
     assert "last_epoch of scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
 
@@ -146,8 +144,7 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
 def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
     """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""
     ends = job(evaluate=every_two(every=50, best="loss:min"))
-    found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert found is not None and found.passed, found.between
+    found = equals_one_device(ends, "dp=2", quick=False, steps=3)
     assert [each.what.partition(" after")[0] for each in found.between][:4] == [
         "the evaluation", "the checkpoint of a run that ends with an evaluation that is not due,", "the checkpoint",
         "the checkpoint of the best evaluation,",
@@ -155,14 +152,14 @@ def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.
     right = SynchronousRun.evaluate
     with monkeypatch.context() as planted:
         planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: right(run, due=True))
-        found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-        assert found is not None and not found.passed
+        found = report_on(ends, "dp=2", quick=False, steps=3)
+        assert not found.passed
         wrong = next(each for each in found.between if not each.passed)
         assert "an evaluation that is not due" in wrong.what and " scheduler 0 " in wrong.facts[0]
     with monkeypatch.context() as planted:
         planted.setattr("meshloom.train.synchronous._keep_best", lambda *_: False)
-        found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-        assert found is not None and not found.passed
+        found = report_on(ends, "dp=2", quick=False, steps=3)
+        assert not found.passed
         assert any("best/ does not have it" in fact for each in found.between for fact in each.facts)
 
 

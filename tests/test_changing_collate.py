@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import meshloom as ml
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
 from tests.jobs_in_memory import normal
+from tests.verified import equals_one_device
 
 X, Y = normal(1, 7), normal(2, 3)
 
@@ -57,5 +56,4 @@ def job(collate: Any) -> ml.Job:
 @pytest.mark.slow
 def test_it_is_verified(collate: Any):
     """One device collates a chunk once to run it and once to compare its data: the second time labels were gone."""
-    found = verify(job(collate), Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.worst(), found.between)
+    equals_one_device(job(collate), "dp=2", quick=False, steps=3, dtype=None)

@@ -24,6 +24,7 @@ from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import vectors
 from tests.processes import on_ranks
+from tests.verified import equals_one_device
 
 TOLERANCE = 1e-10  # float64; sums over samples and ranks in other orders
 SAMPLES, STEPS = 13, 4
@@ -156,9 +157,7 @@ def test_its_history_goes_on_under_another_plan(saved: str, resumed: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_verification_evaluates_as_often(plan: str):
-    report = verify(closure_job(searching), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)  # fmt: skip
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(closure_job(searching), plan)
 
 
 def on_a_rank(plan: str) -> tuple[list[float], bool]:
@@ -199,9 +198,7 @@ def test_plans_that_divide_its_history_are_refused(plan: str, sentence: str):
 def test_where_its_history_cannot_be_divided_every_rank_keeps_all(
     plan: str, zero: int, capsys: pytest.CaptureFixture[str]
 ):
-    report = verify(closure_job(), ml.Plan.parse(plan), devices="simulated", dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(closure_job(), plan, steps=3)
     assert f"so every rank keeps all of them: zero={zero} divides nothing." in capsys.readouterr().err
 
 

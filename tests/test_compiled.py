@@ -15,11 +15,10 @@ from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written, without_compilation
-from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests import jobs_in_memory
 from tests.jobs import MLP, make_job
+from tests.verified import equals_one_device
 
 pytestmark = pytest.mark.usefixtures("silent_export")
 compiled: Any = partial(torch.compile, backend="eager")  # inductor's kernels are not what is tested
@@ -62,8 +61,7 @@ def test_names_are_those_without_it_and_what_was_compiled_is_called(model: Calla
 @pytest.mark.parametrize("model", FORMS)
 @pytest.mark.slow
 def test_a_plan_equals_one_device(model: Callable[[], nn.Module], plan: str):
-    report = verify(job_of(model), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed
+    equals_one_device(job_of(model), plan, steps=1)
 
 
 @pytest.mark.covering("whole-MLP", "MLP-whole")
@@ -139,8 +137,7 @@ def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
 @pytest.mark.slow
 def test_compiled_functions_equal_one_device(plan: str):
-    report = verify(normalising(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None and report.passed, str(report)
+    equals_one_device(normalising(), plan)
 
 
 @pytest.mark.slow
@@ -153,5 +150,4 @@ def test_kernels_of_inductor_equal_one_device(plan: str, monkeypatch: pytest.Mon
     monkeypatch.setitem(
         globals(), "centred", torch.compile(lambda h: nn.functional.dropout(h, 0.2) - h.mean(1, keepdim=True))
     )
-    report = verify(normalising(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None and report.passed, str(report)
+    equals_one_device(normalising(), plan)

@@ -33,11 +33,11 @@ from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import in_turn
 from tests.jobs import Samples, make_job
 from tests.program_jobs import Recurrent
 from tests.test_recompute import SLOW_COMPUTING, differences, family
+from tests.verified import equals_one_device, report_on
 from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant, Shuffled, unit_job
 
 # torch's own, of itself as it compiles
@@ -98,14 +98,7 @@ def job_of(model: str) -> Job:
 
 def check_equal(model: str, plan: str, steps: int) -> None:
     """3 steps have a short batch: other shapes."""
-    report = verify(
-        job_of(model),
-        Plan.parse(f"{plan},compile=true"),
-        devices="simulated",
-        steps=steps,
-        dtype=torch.float64,
-    )
-    assert report is not None
+    report = report_on(job_of(model), f"{plan},compile=true", steps=steps)
     wrong = [f"{e.kind} {e.name} {e.error}" for s in report.steps for e in s.errors if not e.passed]
     assert all(step.passed for step in report.steps), wrong
 
@@ -139,10 +132,7 @@ def test_a_plan_is_that_of_one_device(model: str, plan: str):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", [Blocks, Recomputed, RecomputedReentrant, Again, Shuffled])
 def test_units_that_are_used_in_other_ways_are_those_of_one_device(model: Callable[[], nn.Module]):
-    report = verify(
-        replace(make_job("mlp", "adamw"), model=model), Plan.parse("dp=2,zero=3,compile=true"), devices="simulated", steps=3, dtype=torch.float64
-    )  # fmt: skip
-    assert report is not None and report.passed
+    equals_one_device(replace(make_job("mlp", "adamw"), model=model), "dp=2,zero=3,compile=true", steps=3)
 
 
 @pytest.mark.slow
@@ -197,8 +187,7 @@ def test_compiled_units_cast_their_parameters_anew_in_backward(kind: str, monkey
 
     monkeypatch.setattr(UnitAccess, "pack", packed)
     plan = Plan.parse("dp=2,zero=3,compile=true,precision=bf16-mixed")
-    report = verify(unit_job(kind), plan, devices="simulated", transport="gloo", steps=2)
-    assert report is not None and report.passed
+    equals_one_device(unit_job(kind), plan, transport="gloo", dtype=None)
     assert not [each for each in kept if isinstance(each, Tensor) and each.numel() == 6 * 11]  # of a weight
     assert [each for each in kept if not isinstance(each, Tensor) and each._layout[0].numel() == 6 * 11]
 

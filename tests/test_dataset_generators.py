@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import meshloom as ml
-from meshloom.core.plan import Plan
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 QUIET = ml.Listener(started=str, note=str)
 
@@ -100,8 +99,7 @@ def test_workers_read_the_same():
 @pytest.mark.slow
 def test_verified_and_resumed(data: Any):
     of = job() if data is None else job(data=data)
-    found = verify(of, Plan.parse("dp=2,zero=1"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.worst(), found.between)
+    equals_one_device(of, "dp=2,zero=1", quick=False, steps=3, dtype=None)
 
 
 def test_found_by_their_paths_and_none_where_there_are_none():
@@ -130,5 +128,4 @@ class Shared(Dataset[Any]):
 @pytest.mark.slow
 def test_one_that_is_held_twice_is_seeded_once():
     assert len(DatasetGenerators(Shared()).names) == 1
-    found = verify(job(data=Shared), Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.worst(), found.between)
+    equals_one_device(job(data=Shared), "dp=2", quick=False, steps=3, dtype=None)

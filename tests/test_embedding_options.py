@@ -16,7 +16,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device, report_on
 
 ROWS = 23
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
@@ -118,8 +118,7 @@ def job(case: str, **settings: Any) -> Job:
 
 
 def passes(case: str, plan: str) -> bool:
-    report = verify(job(case), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
+    report = report_on(job(case), plan, steps=3)
     return report.passed
 
 
@@ -147,9 +146,7 @@ def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
 def test_max_norm_scales_rows_with_one_chunk_a_step(case: str) -> None:
     """An evaluation, which scales what it reads, too, is put back."""
     evaluate = Evaluate(samples, {"loss": lambda model, batch: F.cross_entropy(model(batch), batch["y"])}, 1)
-    report = verify(job(case, evaluate=evaluate), Plan(), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
-    assert report.passed
+    equals_one_device(job(case, evaluate=evaluate), Plan(), steps=3)
 
 
 @pytest.mark.parametrize(

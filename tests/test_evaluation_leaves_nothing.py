@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.core.plan import Plan
 from meshloom.replica.model_state import ModelState
-from meshloom.verify.findings import lines_of
-from meshloom.verify.run import verify
 from tests.jobs import class_loss, vectors
+from tests.verified import equals_one_device, report_on
 
 
 class Counting(nn.Module):
@@ -128,17 +126,11 @@ def test_asynchronous_runs_say_so_too():
 
 @pytest.mark.long
 def test_verification_sees_what_is_not_put_back(monkeypatch: pytest.MonkeyPatch):
-    report = verify(
-        job("in place"), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False
-    )
-    assert report is not None
-    assert report.passed, lines_of(report)
+    report = equals_one_device(job("in place"), "dp=2", quick=False, steps=3)
     monkeypatch.setattr(ModelState, "put_back", lambda self: None)
     monkeypatch.setattr(ModelState, "end", lambda self: None)
-    report = verify(
-        job("in place"), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False
-    )
-    assert report is not None and not report.passed
+    report = report_on(job("in place"), "dp=2", quick=False, steps=3)
+    assert not report.passed
 
 
 def test_a_metric_that_toggles_modes_does_so_for_itself():
@@ -192,9 +184,7 @@ def test_modules_in_torchscript_are_put_back_too():
         return class_loss(model.train(), batch)
 
     given = replace(job("in place"), model=scripted, evaluate=ml.Evaluate(lambda: vectors(10), {"loss": sampled}, 2))  # fmt: skip
-    report = verify(given, Plan.parse("dp=2,zero=3"), devices="simulated", dtype=torch.float64, quick=False)
-    assert report is not None
-    assert report.passed, lines_of(report)
+    equals_one_device(given, "dp=2,zero=3", quick=False, steps=3)
 
 
 def test_what_is_built_once_stays_built():

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 
 class Extra(nn.Module):
@@ -57,8 +56,7 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(plan: str, tmp_path:
 
 @pytest.mark.long
 def test_verify_says_why_it_does_not_resume():
-    report = verify(job_of({"calls": 1}), Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert report is not None and report.passed
+    report = equals_one_device(job_of({"calls": 1}), "dp=2", quick=False, steps=3, dtype=None)
     assert any("nothing was saved and resumed: _extra_state is of type dict" in note for note in report.notes)
 
 

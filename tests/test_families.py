@@ -19,10 +19,10 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED
 from tests.reports import text_of
+from tests.verified import report_on
 
 COVERING = {"gpt2", "llama", "bert", "t5", "resnet", "mamba", "mixtral", "clip", "lstm", "u_net", "diffusion"}
 
@@ -87,9 +87,7 @@ def verified(family: Family, plan: Plan) -> Report:
     allows it. Batches of six samples."""
     dtype = None if family.name in FLOAT32_ONLY else torch.float64
     job = replace(family.make_job(False), batch_size=6)
-    report = verify(job, plan, devices="simulated", steps=2, dtype=dtype)
-    assert report is not None
-    return report
+    return report_on(job, plan, dtype=dtype)
 
 
 def test_the_bed_is_broad():

@@ -29,9 +29,9 @@ from meshloom.parameters.weight_differences import converts
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.jobs import GPT, MLP, make_job
 from tests.processes import RankError, on_ranks
+from tests.verified import equals_one_device, report_on
 
 COLUMNS = ",tp_placements=blocks.*.qkv:column+blocks.*.up:column"
 
@@ -124,12 +124,9 @@ def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_starts_from_a_file_equals_one_device_that_loads_it(plan: str, tmp_path: Path) -> None:
     job = other_weights(make_job("gpt", "adamw"), tmp_path / "x.safetensors", without="head.weight")
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
-    elsewhere = verify(
-        make_job("gpt", "adamw"), Plan.parse("dp=1"), devices="simulated", steps=2, dtype=torch.float64
-    )
-    assert elsewhere and elsewhere.steps[0].loss != report.steps[0].loss
+    report = equals_one_device(job, plan)
+    elsewhere = report_on(make_job("gpt", "adamw"), "dp=1")
+    assert elsewhere.steps[0].loss != report.steps[0].loss
 
 
 def test_servers_and_workers_of_an_asynchronous_run_start_from_the_file(tmp_path: Path) -> None:
@@ -269,8 +266,7 @@ def test_a_job_starts_from_a_directory_or_a_checkpoint(layout: str, tmp_path: Pa
         trained = {name: each.clone().cpu() for name, each in trainer.replicas[0].model.named_parameters()}
     where = tmp_path / "run" / ("step-00000001" if layout == "checkpoint" else "")
     assert_same(at_the_start(replace(job, weights=where), "dp=2"), trained)
-    report = verify(replace(job, weights=where), Plan(dp=2), devices="simulated", steps=1)
-    assert report and report.passed
+    equals_one_device(replace(job, weights=where), Plan(dp=2), steps=1, dtype=None)
 
 
 def test_a_resumed_checkpoint_takes_precedence_and_the_files_need_not_be_there(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
+from tests.verified import equals_one_device
 
 
 def drawn(chance: random.Random, p: int, m: int, *, uneven: bool) -> Durations:
@@ -255,11 +256,11 @@ def test_processes_run_it_and_equal_one_device(widths: tuple[int, ...], plan: st
     ],
 )
 def test_it_goes_with_other_settings(plan: str):
-    report = verify(
-        make_job("gpt", "adamw"), Plan.parse(f"{plan},schedule=found"), devices="simulated", steps=2, dtype=torch.float64 if "bf16" not in plan else None
-    )  # fmt: skip
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(
+        make_job("gpt", "adamw"),
+        f"{plan},schedule=found",
+        dtype=torch.float64 if "bf16" not in plan else None,
+    )
 
 
 @pytest.mark.slow

@@ -22,19 +22,17 @@ from meshloom.replica import step_checks
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.team_sums import TeamSums
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.jobs import make_job
 from tests.loss_scale_jobs import BAD, BATCH, Samples, overflowing_job
 from tests.precision_jobs import job_of
+from tests.verified import report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def verified(of: Job, plan: str | Plan, **settings: Any) -> Report:
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    report = verify(of, replace(plan, precision="fp16-mixed"), devices="simulated", **settings)
-    assert report
-    return report
+    return report_on(of, replace(plan, precision="fp16-mixed"), **{"steps": 3, "dtype": None, **settings})
 
 
 def largest(report: Report) -> float:

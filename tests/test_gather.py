@@ -23,9 +23,9 @@ from meshloom.core.moments.current_step import at_step
 from meshloom.replica.exchanges import gathered_rows
 from meshloom.replica.exchanges.gathered_rows import joined_rows, summed_rows
 from meshloom.telemetry.progress import QUIET
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.processes import on_ranks
+from tests.verified import report_on
 
 # sums run per rank and then over ranks, instead of over all rows at once, for six steps of AdamW
 EXACT: Any = {"rel": 1e-10, "abs": 1e-10}
@@ -114,9 +114,7 @@ def losses_of(job: ml.Job, plan: str, **options: Any) -> list[float]:
 
 
 def verified(job: ml.Job, plan: str, steps: int = 3, dtype: torch.dtype | None = torch.float64) -> Any:
-    report = verify(job, ml.Plan.parse(plan), devices="simulated", steps=steps, dtype=dtype)
-    assert report is not None
-    return report
+    return report_on(job, plan, steps=steps, dtype=dtype)
 
 
 # --- Equal to one device, on the same chunks and on the whole batch.

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 import meshloom.replica.attach as attach_module
 import meshloom.replica.prepare as prepare_module
-from meshloom.core.plan import Plan
 from meshloom.replica.replica import Replica
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import class_loss
 from tests.jobs_in_memory import integers, job_of, sgd
 from tests.reports import text_of
+from tests.verified import report_on
 
 IDS = {"x": integers(3, 11, 4), "y": integers(2, 5)}
 PLANS = ["tp=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3", "pp=2,tp=2,microbatches=2"]
@@ -54,10 +53,7 @@ def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 def check(model: Any, plan: str, agrees: bool) -> None:
-    report = verify(
-        job_of(model, class_loss, IDS, optimizer=sgd), Plan.parse(plan), devices="simulated", quick=True
-    )
-    assert report is not None
+    report = report_on(job_of(model, class_loss, IDS, optimizer=sgd), plan, steps=3, dtype=None)
     said = text_of(report)
     assert report.passed == agrees, said
     assert agrees or "which both hold a full copy" in said

@@ -32,6 +32,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, Samples, token_loss, vectors
 from tests.loss_jobs import EQUAL, REFUSED, job_of, job_with, mlp
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -357,8 +358,7 @@ def a_leaf_that_counts() -> Job:
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
 @pytest.mark.parametrize("make", [a_cache, a_side_loss, a_leaf_that_counts])
 def test_caches_side_losses_and_leaves_are_equal(make: Callable[[], Job], plan: str):
-    report = verify(make(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None and report.passed, report
+    equals_one_device(make(), plan)
 
 
 def test_a_cache_outside_is_as_it_was_afterwards():

@@ -17,12 +17,11 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError
-from meshloom.core.plan import Plan
 from meshloom.program.trace.inner_gradients import transforms_ended
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.loss_jobs import job_of
 from tests.reports import largest_error
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -90,8 +89,7 @@ LOSSES: list[Callable[[nn.Module, Batch], Tensor]] = [
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.slow
 def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor]):
-    report = verify(job_of(loss), Plan.parse("dp=2,microbatches=2"), devices="simulated", dtype=torch.float64)
-    assert report and report.passed
+    equals_one_device(job_of(loss), "dp=2,microbatches=2", steps=3)
 
 
 @pytest.mark.covering("langevin", "physics")
@@ -99,8 +97,7 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.slow
 def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor], plan: str):
-    report = verify(job_of(loss), Plan.parse(plan), devices="simulated", dtype=torch.float64)
-    assert report and report.passed, report and report.worst()
+    report = equals_one_device(job_of(loss), plan, steps=3)
     assert largest_error(report) <= 1e-10  # sums over ranks in other orders
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 

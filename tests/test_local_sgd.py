@@ -24,6 +24,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import GPT, class_loss, make_job, vectors
+from tests.verified import equals_one_device, report_on
 
 SLOW = pytest.mark.slow
 Parameters = dict[str, Tensor]
@@ -169,24 +170,15 @@ def even_sgd(**settings: Any) -> Job:
 @pytest.mark.slow
 def test_one_local_step_is_all_reduce(dp: int) -> None:
     """For SGD with momentum the mean of the updates is the update of the mean."""
-    report = verify(
-        even_sgd(), Plan(dp=dp, exchange="local_sgd"), devices="simulated", steps=3, dtype=torch.float64
-    )
-    assert report and report.passed, report and report.worst()
+    equals_one_device(even_sgd(), Plan(dp=dp, exchange="local_sgd"), steps=3)
     job = even_sgd(steps=6)
     assert_near(trained(job, f"dp={dp},exchange=local_sgd"), trained(job, f"dp={dp}"))
 
 
 @pytest.mark.slow
 def test_one_local_step_with_uneven_shares_is_a_mean_of_means_which_differs() -> None:
-    report = verify(
-        replace(even_sgd(), batch_size=13),
-        Plan(dp=3, exchange="local_sgd"),
-        devices="simulated",
-        steps=1,
-        dtype=torch.float64,
-    )
-    assert report and not report.passed
+    report = report_on(replace(even_sgd(), batch_size=13), Plan(dp=3, exchange="local_sgd"), steps=1)
+    assert not report.passed
 
 
 # --- Shares, stages, parts.

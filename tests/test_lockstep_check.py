@@ -18,19 +18,15 @@ import meshloom.tensor_parallel.layout.layout
 from meshloom.core.plan import Plan
 from meshloom.verify import lockstep_check
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.jobs import make_job
+from tests.verified import report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 COLLECTIVES: Any = meshloom.program.operators.collectives
 
 
 def report_of(model: str = "mlp", plan: str = "tp=2,tp_placements=first:column+second:row") -> Report:
-    report = verify(
-        make_job(model, "sgd"), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64
-    )
-    assert report is not None
-    return report
+    return report_on(make_job(model, "sgd"), plan, steps=1)
 
 
 @pytest.mark.slow
@@ -104,8 +100,8 @@ def test_a_piece_of_a_split_that_nothing_uses_has_no_gradient(monkeypatch: pytes
     monkeypatch.setattr(COLLECTIVES, "_value", lambda *given: 1.5 * right(*given))
     job = dataclasses.replace(make_job("mlp", "sgd"), model=Halved)
     plan = Plan.parse("tp=2,tp_placements=head:row")
-    report = verify(job, plan, devices="simulated", steps=1, dtype=torch.float64)
-    assert report and not report.passed and report.operator
+    report = report_on(job, plan, steps=1)
+    assert not report.passed and report.operator
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 import meshloom as ml
 from meshloom.core.losses.all_samples import checked_samples, computed
-from meshloom.core.plan import Plan
 from meshloom.replica import metrics
 from meshloom.verify.findings import lines_of
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device, report_on
 
 PLANS = ("dp=1", "dp=2", "dp=4,microbatches=2", "dp=2,zero=3")
 
@@ -139,8 +138,7 @@ def test_so_have_plans_that_read_it(plan: str):
 
 @pytest.mark.long
 def test_verification_computes_it_by_itself():
-    report = verify(job(), Plan.parse("dp=4"), devices="simulated", dtype=torch.float64, quick=False)
-    assert report is not None and report.passed
+    equals_one_device(job(), "dp=4", quick=False, steps=3)
 
 
 @pytest.mark.parametrize("planted", ["order", "twice", "one rank"])
@@ -158,8 +156,8 @@ def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
 
     monkeypatch.setattr(metrics, "gather_objects", wrong)
     given = job(order=ml.Metric(scores, in_order))
-    report = verify(given, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert report is not None and not report.passed
+    report = report_on(given, "dp=2", quick=False, steps=3)
+    assert not report.passed
     assert lines_of(report)[0].startswith("DIFFERS: the evaluation after step 0")
 
 

@@ -16,11 +16,11 @@ from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.planted import BUGS
 from tests.planted.jobs import JOBS
 from tests.precision_jobs import MODELS, job_of
 from tests.test_memory import job_and_batches
+from tests.verified import report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -172,5 +172,5 @@ def test_a_job_in_a_precision_is_wrapped_once():
 def test_a_bug_of_the_plan_is_found_under_autocast(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     plan = Plan.parse("dp=2,precision=bf16-mixed")
-    report = verify(JOBS["weighted"](), plan, devices="simulated", transport="gloo", steps=1)
-    assert report and not report.passed and report.steps[0].first_module == "first"
+    report = report_on(JOBS["weighted"](), plan, transport="gloo", steps=1, dtype=None)
+    assert not report.passed and report.steps[0].first_module == "first"

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.modules.module_caches import no_tensors_kept
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
 from tests.jobs_in_memory import integers, job_of, sgd
+from tests.verified import equals_one_device
 
 WAVES: dict[int, Tensor] = {}
 TABLES: dict[str, tuple[list[dict[int, Tensor]], int]] = {}
@@ -68,8 +67,7 @@ def test_a_job_equals_one_device(plan: str, capsys: pytest.CaptureFixture[str]):
     """A trace's tensors stayed in the caches, and the next forward failed on them."""
     causal.cache_clear()
     WAVES.clear()
-    report = verify(attending(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
-    assert report is not None and report.passed, str(report)
+    equals_one_device(attending(), plan, steps=3)
     assert "as written" not in capsys.readouterr().err  # all of it is read
 
 

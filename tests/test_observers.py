@@ -11,10 +11,9 @@ from torch.ao import quantization
 from torch.nn import functional as F
 
 from meshloom.core.errors import JobError
-from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.opaque_jobs import WIDTH, Net, job_of
+from tests.verified import equals_one_device
 
 pytestmark = [
     pytest.mark.usefixtures("silent_export", "dear_memory"),
@@ -70,9 +69,7 @@ PARTS = {"averages": averages, "extremes": extremes, "histogram": histogram, "fu
 def test_observers_equal_one_device(name: str, plan: str) -> None:
     dtype = None if name == "fused" else torch.float64
     job = job_of(lambda: Net([PARTS[name]()], "0"))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=dtype)
-    assert report is not None
-    assert report.passed
+    equals_one_device(job, plan, steps=3, dtype=dtype)
 
 
 @pytest.mark.long

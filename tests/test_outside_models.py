@@ -18,10 +18,9 @@ from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.jobfile import load_job
 from meshloom.core.modules.built import built
-from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device, report_on
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -147,10 +146,7 @@ def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: 
 @pytest.mark.slow
 def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan: str, kind: str):
     before = values()
-    report = verify(
-        job_of(lambda: Net(**KINDS[kind]())), Plan.parse(plan), devices="simulated", quick=False, dtype=dtype
-    )
-    assert report is not None and report.passed
+    equals_one_device(job_of(lambda: Net(**KINDS[kind]())), plan, quick=False, dtype=dtype, steps=3)
     for was, now in zip(before, values(), strict=True):
         assert np.array_equal(was, now) and was.dtype == now.dtype
 
@@ -303,8 +299,8 @@ def test_other_initial_values_are_seen_in_the_first_step(plan: str):
         ).float()
         return net
 
-    report = verify(job_of(model), Plan.parse(plan), devices="simulated", quick=True)
-    assert report is not None and report.first_wrong is not None and report.first_wrong.step == 0
+    report = report_on(job_of(model), plan, steps=3, dtype=None)
+    assert report.first_wrong is not None and report.first_wrong.step == 0
 
 
 def test_a_files_draws_are_the_same_in_each_process(tmp_path: Path):

@@ -15,12 +15,11 @@ from torch.utils.data import IterableDataset, default_collate
 import meshloom as ml
 from meshloom.checkpoint.checkpoint import find
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order
 from meshloom.telemetry.progress import Listener
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
-from meshloom.verify.run import verify
 from tests.jobs import MLP, Samples, class_loss, vectors
+from tests.verified import equals_one_device
 
 pytestmark = pytest.mark.long
 
@@ -117,8 +116,7 @@ def test_a_resumed_run_goes_on_under_another_plan(tmp_path: Path):
 @pytest.mark.parametrize("plan", ["dp=2", TP, PP])
 @pytest.mark.slow
 def test_verify_finds_them_equal(plan: str):
-    report = verify(by_hand_job(), Plan.parse(plan), devices="simulated")
-    assert report is not None and report.passed
+    equals_one_device(by_hand_job(), plan, steps=3, dtype=None)
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):

@@ -12,11 +12,10 @@ import meshloom.replica.chunk_scope
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.modules.own_generators import OwnGenerator, drawing_modules, own_generators
-from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import slow
 from tests.jobs_in_memory import job_of, normal, sgd
+from tests.verified import equals_one_device, report_on
 
 
 class Noisy(nn.Module):
@@ -85,8 +84,7 @@ def test_evaluations_draw_alike_under_every_plan(plan: str):
         again = trainer.evaluate()
     assert again == pytest.approx(first, rel=1e-6)
     assert first["first"] == first["second"]
-    report = verify(still, Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
-    assert report is not None and report.passed, str(report)
+    report = equals_one_device(still, plan, quick=False, steps=3)
     assert any("evaluation" in each.what for each in report.between)
 
 
@@ -97,8 +95,7 @@ def test_evaluations_draw_alike_under_every_plan(plan: str):
 @pytest.mark.long
 def test_a_job_equals_one_device(plan: str):
     """Draws followed those of the chunks that the replica had before; a program drew once for all steps."""
-    report = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
-    assert report is not None and report.passed, str(report)
+    report = equals_one_device(job(), plan, steps=3)
     assert plan != "tp=2" or max(report.owned) < 0.7  # all but the noise is divided
 
 
@@ -118,7 +115,7 @@ def test_generators_that_draw_alike_are_found(monkeypatch: pytest.MonkeyPatch):
             generator.manual_seed(seed)
 
     monkeypatch.setattr(meshloom.replica.chunk_scope, "seed_own_generators", alike)
-    report = verify(two, Plan.parse("dp=2"), devices="simulated")
-    assert report is not None and not report.passed
+    report = report_on(two, "dp=2", steps=3, dtype=None)
+    assert not report.passed
     wrong = report.first_wrong
     assert wrong is not None and wrong.first_module == "0"

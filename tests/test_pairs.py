@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 
 class Spectral(nn.Module):
@@ -41,5 +40,4 @@ def job() -> ml.Job:
     "plan", ["dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3", "dp=3,exchange=server"]
 )
 def test_it_is_where_torch_takes_it_for_complex_numbers(plan: str) -> None:
-    report = verify(job(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
+    equals_one_device(job(), plan)

@@ -15,8 +15,8 @@ from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingErro
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.jobs import adding_loss, make_job
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -31,9 +31,7 @@ def test_a_stage_without_parameters_divides_none_over_tp():
     other stage."""
     plan = Plan.parse("dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1")
     job = replace(make_job("mlp", "adafactor"), model=lambda: nn.Linear(7, 5))
-    report = verify(job, plan, devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    report = equals_one_device(job, plan)
     assert min(report.owned) == 0 and max(report.owned) < 0.75
 
 

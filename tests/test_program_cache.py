@@ -35,7 +35,7 @@ from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "without_job_files")]
 
@@ -388,15 +388,7 @@ def test_verification_in_another_precision_reads_once(tmp_path: Path, monkeypatc
 
     def verified() -> tuple[Report, int]:
         counted.clear()
-        report = verify(
-            job_of(),
-            Plan(pp=2, tp=2),
-            devices="simulated",
-            dtype=torch.float64,
-            quick=False,
-            cache=str(tmp_path),
-        )
-        assert report is not None and report.passed
+        report = equals_one_device(job_of(), Plan(pp=2, tp=2), quick=False, cache=str(tmp_path), steps=3)
         return report, len(counted)
 
     (first, exported), (second, again) = verified(), verified()

@@ -19,9 +19,8 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
 from tests.jobs import Samples
+from tests.verified import equals_one_device
 
 pytestmark = pytest.mark.usefixtures("silent_export")
 
@@ -69,10 +68,7 @@ def test_bags_with_offsets_equal_one_device(plan: str):
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["words"], batch["offsets"]), batch["label"])
 
-    report = verify(
-        job_of(in_bags, loss), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64
-    )
-    assert report is not None and report.passed
+    equals_one_device(job_of(in_bags, loss), plan, steps=3)
 
 
 @pytest.mark.long
@@ -94,8 +90,7 @@ def test_a_dataclass_that_is_defined_in_a_function_is_a_batch():
         lambda model, batch: F.cross_entropy(model(batch.words), batch.label),
         lambda: nn.Linear(4, 5),
     )
-    report = verify(job, Plan.parse("dp=1,tp=2"), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None and report.passed
+    equals_one_device(job, "dp=1,tp=2")
 
 
 def test_fields_are_what_is_sent_of_a_class_that_no_name_leads_to():

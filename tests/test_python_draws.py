@@ -17,12 +17,11 @@ from torch.nn import functional as F
 import meshloom as ml
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.jobs import class_loss
+from tests.verified import equals_one_device
 
 STEPS = 4
 EAGER = ["dp=2", "dp=2,zero=1", "dp=2,zero=3"]
@@ -194,8 +193,7 @@ def test_leaves_draw_in_programs_as_they_do_on_replicas(plan: str) -> None:
 def test_leaves_draw_as_on_one_device(model: Any, plan: str) -> None:
     metric = {"mean": lambda model, batch: model(batch["x"]).mean()}
     job = leaf_job(model, evaluate=Evaluate(data=Doubles, metrics=metric, every=2))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed
+    equals_one_device(job, plan, dtype=None)
 
 
 @pytest.mark.parametrize("model", [Noisy, Jittered], ids=["module", "unnamed"])

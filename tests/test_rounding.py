@@ -26,10 +26,10 @@ from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import outputs_effect, rounding_effect
-from meshloom.verify.run import verify
 from tests.held import hold_against, step_of
 from tests.jobs import Samples, make_job
 from tests.reports import text_of
+from tests.verified import equals_one_device
 
 ONE = Plan(keyed_draws=True)
 
@@ -123,8 +123,7 @@ def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_o
     monkeypatch.setattr("meshloom.verify.comparison_run.ComparisonRun", _Streamed)
     # sums of two halves round otherwise than whole ones, however many threads there are
     plan = Plan.parse("tp=2,tp_placements=*.0:row")
-    report = verify(deep(), plan, devices="simulated", steps=1, dtype=torch.float32)
-    assert report is not None and report.passed, report.worst()
+    report = equals_one_device(deep(), plan, steps=1, dtype=torch.float32)
     moved = [error for error in report.steps[0].errors if error.moved]
     assert moved, "nothing grows here"
     exact, seen = in_float64(deep(), replace(plan, keyed_draws=True)), _Streamed.last

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
-from meshloom.verify.run import verify
 from tests.covering import slow
+from tests.verified import equals_one_device
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -66,8 +66,7 @@ def test_an_epoch_of_fewer_samples_than_a_batch_repeats_them(make: Any):
 @pytest.mark.long
 def test_fewer_samples_than_a_batch_train_where_losses_are_captured(plan: str):
     job = make_job("mlp", "sgd", data=lambda: vectors(5))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed, report
+    equals_one_device(job, plan)
 
 
 def test_data_without_a_batch_is_the_error_that_training_raises():

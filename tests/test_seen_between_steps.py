@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import meshloom as ml
 from meshloom.checkpoint.writing import saving
 from meshloom.core import random as draws
-from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
 from meshloom.parameters import model
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.verify.findings import Report, lines_of
-from meshloom.verify.run import verify
 from tests.jobs import make_job, vectors
+from tests.verified import report_on
 
 
 def two_groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -41,9 +40,7 @@ def kept() -> ml.Job:
 
 
 def verified(given: ml.Job, plan: str = "dp=2", *, quick: bool = False) -> Report:
-    report = verify(given, Plan.parse(plan), devices="simulated", steps=3, quick=quick)
-    assert report is not None
-    return report
+    return report_on(given, plan, steps=3, quick=quick, dtype=None)
 
 
 def check_seen(report: Report, words: str) -> None:

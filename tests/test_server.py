@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.jobs import GPT, make_job
+from tests.verified import equals_one_device
 
 ONE, THREE = (
     "dp=3,exchange=server,microbatches=2,bucket_bytes=600",
@@ -41,8 +40,7 @@ def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
         return ByWholeNorm(named, lr=0.1)
 
     job = replace(make_job("mlp", "sgd", batch_size=13), optimizer=optimizer)
-    report = verify(job, Plan.parse(THREE), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None and report.passed
+    equals_one_device(job, THREE, steps=3)
     with Trainer(job, THREE, devices="simulated") as trainer:
         held = [len(replica.updater.updated.held[0]) for replica in trainer.replicas]
     assert held == [6, 6, 6, 0]

@@ -24,9 +24,9 @@ from meshloom.replica.exchanges.sharing import why_separate
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.covering import few, slow
 from tests.jobs import MLP, make_job
+from tests.verified import report_on
 
 pytestmark = (
     pytest.mark.on_cpu
@@ -39,9 +39,7 @@ def open_trainer(job: Job, plan: str = "dp=3,bucket_bytes=300", **settings: Any)
 
 
 def verified(job: Job, plan: Plan, **settings: Any) -> Report:
-    report = verify(job, plan, devices="simulated", steps=2, **settings)
-    assert report
-    return report
+    return report_on(job, plan, **{"dtype": None, **settings})
 
 
 PLANS = [

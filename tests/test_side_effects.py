@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
 from tests.covering import slow
 from tests.opaque_jobs import LENGTH, WIDTH, Net, job_of
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -49,12 +47,10 @@ def of_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.slow
 def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:
     job = job_of(lambda: Net([Checkpointed(how)]))
-    report = verify(job, Plan.parse("dp=2,tp=2"), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
+    equals_one_device(job, "dp=2,tp=2")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", slow("pp=2,tp=2")])
 def test_features_that_a_hook_leaves_are_read(plan: str) -> None:
     job = job_of(with_features, loss=of_features)
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
+    equals_one_device(job, plan)

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError, MeshloomError, TrainingError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 NODES, KINDS = 12, 3
 
@@ -81,8 +80,7 @@ BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, 
 @pytest.mark.slow
 def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
     """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""
-    report = verify(job(operator), Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed, report and report.worst()
+    equals_one_device(job(operator), plan, dtype=None)
 
 
 @pytest.mark.long
@@ -142,8 +140,7 @@ class Normalised(GCN):
 def test_a_sparse_buffer_is_a_constant(plan: str, layout: torch.layout):
     """It ended in "unsupported memory format option Contiguous", and was refused later on."""
     normalised = replace(job(), model=lambda: Normalised(layout=layout))
-    report = verify(normalised, Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed, report and report.worst()
+    equals_one_device(normalised, plan, dtype=None)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 import meshloom as ml
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.program.ir.step_input import STEP
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import slow
 from tests.jobs import make_job
+from tests.verified import equals_one_device
 
 pytestmark = pytest.mark.usefixtures("silent_export")
 STEPS = 5
@@ -71,8 +70,7 @@ def test_every_step_has_its_own_number(plan: str) -> None:
 def test_it_equals_one_device_in_metrics_too(plan: str) -> None:
     metrics = {"risen": lambda model, batch: model(batch["x"]).mean() * min(1.0, ml.step() / 2)}
     job = job_of(evaluate=Evaluate(data=make_job("mlp", "sgd").data, metrics=metrics, every=2))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3)
-    assert report is not None and report.passed
+    equals_one_device(job, plan, steps=3, dtype=None)
 
 
 @pytest.mark.long

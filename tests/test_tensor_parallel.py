@@ -16,9 +16,9 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import Samples, adding_loss, make_job
+from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -32,9 +32,7 @@ def test_heads_that_several_ranks_share_equal_one_device():
     # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts
     # of one sum.
     plan = Plan(tp=4, tp_placements={"model.layers.*.self_attn.*": "heads"})
-    report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(FAMILIES["llama"].make_job(True), plan)
     with keyed(FAMILIES["llama"].make_job(False), str(plan), steps=2) as trainer:
         shards = trainer.replicas[0].shards
         assert shards is not None
@@ -80,9 +78,7 @@ def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind:
         model=lambda: SharedValues(kind), loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
         optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=texts),
     )  # fmt: skip
-    report = verify(job, Plan(tp=4, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    equals_one_device(job, Plan(tp=4, tp_placements=pins))
     with keyed(job, str(Plan(tp=4, tp_placements=pins)), steps=2) as trainer:
         summary = trainer.fit()
     assert summary.predicted == summary.counted
@@ -110,15 +106,7 @@ def test_tables_of_bags_are_divided_by_rows():
         model=Bags, loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
         optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=words),
     )  # fmt: skip
-    report = verify(
-        job,
-        Plan.parse("tp=2,tp_placements=sums:vocabulary+means:vocabulary"),
-        devices="simulated",
-        steps=2,
-        dtype=torch.float64,
-    )
-    assert report is not None
-    assert report.passed, report.worst()
+    report = equals_one_device(job, "tp=2,tp_placements=sums:vocabulary+means:vocabulary")
     assert max(report.owned) < 0.97
 
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import few, slow
 from tests.jobs import class_loss
 from tests.jobs_in_memory import integers, job_of, normal
+from tests.verified import equals_one_device
 
 DATA = {"x": normal(1, 7), "y": integers(2, 5)}
 
@@ -86,9 +85,7 @@ LEAF = {"leaves": [Masked]}
 @pytest.mark.long
 def test_what_a_forward_writes_is_one_device_s(write: Any, plan: str, settings: dict[str, Any]) -> None:
     job = between(write, **settings)
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64, quick=True)
-    assert report is not None
-    assert report.passed, str(report)
+    equals_one_device(job, plan, steps=3)
 
 
 REFUSED = [

@@ -26,12 +26,12 @@ from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
 from tests.sleepy_job import sleepy_job
+from tests.verified import report_on
 
 # in the middle of a run of five steps of 12, 12, 6, 12, 12 samples
 CHANGES = [(1, (7, 3, 2)), (3, (1, 0, 11))]
@@ -201,15 +201,7 @@ def test_simulated_ranks_have_no_speed_and_that_is_said() -> None:
 
 
 def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings: Any) -> Report:
-    report = verify(
-        make_job(model, optimizer, **settings),
-        Plan.parse(plan),
-        devices="simulated",
-        steps=steps,
-        dtype=torch.float64,
-    )
-    assert report
-    return report
+    return report_on(make_job(model, optimizer, **settings), plan, steps=steps)
 
 
 @pytest.mark.long

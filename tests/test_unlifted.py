@@ -25,6 +25,7 @@ from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import lines_of
 from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 
 class Mixed(nn.Module):
@@ -135,8 +136,7 @@ def test_what_float64_verifies_is_what_is_trained(
     job = job_of(model)
     trained = chosen(job, plan)
     assert chosen(job, plan, torch.float64) == trained
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed, report and report.worst()
+    equals_one_device(job, plan, steps=1)
     monkeypatch.setattr(meshloom.pipeline.stages.program_store, "unlifted", lambda *_: None)
     assert chosen(job, plan, torch.float64) != trained  # by the prices of float64
 
@@ -156,8 +156,7 @@ def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch
     (held, ways), (lifted, lifted_ways) = chosen(job, "tp=2"), chosen(job, "tp=2", torch.float64)
     assert lifted == held and any(isinstance(each, Part) and each.cut for each in held.values())
     assert lifted_ways != ways
-    report = verify(job, Plan.parse("tp=2"), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed, report and report.worst()
+    equals_one_device(job, "tp=2", steps=1)
 
 
 @pytest.mark.slow

@@ -17,12 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.program.store.captured_loss import CapturedLoss
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.opaque_jobs import WIDTH, Net, Readable, data, job_of
+from tests.verified import report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -133,8 +132,7 @@ def opaque(job: Job) -> list[str]:
 
 
 def equal(job: Job, plan: str) -> bool:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
+    report = report_on(job, plan, steps=3)
     return report.passed
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshloom.core.plan import Plan
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job
 from tests.reports import text_of
+from tests.verified import report_on
 
 PLAN = "dp=2,precision=fp16-mixed"
 
@@ -24,9 +23,7 @@ def large(model: Any, batch: Any) -> torch.Tensor:
 
 def report_of() -> Report:
     job = replace(make_job("mlp", "sgd"), loss=large, steps=40, clip_grad_norm=0.5)
-    report = verify(job, Plan.parse(PLAN), devices="simulated", steps=3, quick=False)
-    assert report is not None
-    return report
+    return report_on(job, PLAN, steps=3, quick=False, dtype=None)
 
 
 @pytest.mark.long

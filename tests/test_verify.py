@@ -21,18 +21,16 @@ from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss
 from tests.reports import text_of
+from tests.verified import report_on
 
 
 def run(
     job: Job, plan: str, dtype: torch.dtype | None = None, steps: int = 3, transport: str = "auto"
 ) -> Report:
-    report = verify(job, Plan.parse(plan), devices="simulated", dtype=dtype, steps=steps, transport=transport)
-    assert report
-    return report
+    return report_on(job, plan, dtype=dtype, steps=steps, transport=transport)
 
 
 def used_up(report: Report) -> float:

@@ -13,8 +13,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.run import verify
 from tests.jobs import Samples, texts, token_loss
+from tests.verified import equals_one_device
 
 
 class Positions(nn.Module):
@@ -48,8 +48,8 @@ def why(centred: bool, loss: object) -> str:
     job = Job(
         model=lambda: Positions(centred), loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=texts, batch_size=3, steps=1,
     )  # fmt: skip
-    report = verify(job, Plan(dp=2), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed and report.whole is not None
+    report = equals_one_device(job, Plan(dp=2), steps=1)
+    assert report.whole is not None
     return report.whole.why
 
 
@@ -102,8 +102,8 @@ def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
         model=Recent, loss=lambda model, batch: model(batch["x"]).square().mean(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=lambda: Samples(x=torch.randn(8, 5)), batch_size=4, steps=1,
     )  # fmt: skip
-    report = verify(job, Plan(dp=2), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed and report.whole is not None
+    report = equals_one_device(job, Plan(dp=2), steps=1)
+    assert report.whole is not None
     assert not report.whole.ran and not report.whole.equal
     assert report.whole.why.startswith(
         "the job's own code fails on it: RuntimeError: The expanded size of the tensor (2)"

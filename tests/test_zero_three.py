@@ -30,6 +30,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import make_job, vectors
 from tests.processes import on_ranks
+from tests.verified import equals_one_device
 from tests.zero_three_jobs import KINDS, Blocks, Part, Shuffled, unit_job
 
 
@@ -38,8 +39,7 @@ from tests.zero_three_jobs import KINDS, Blocks, Part, Shuffled, unit_job
 def test_ranks_without_a_chunk_keep_pace_where_values_decide_what_runs(microbatches: int) -> None:
     job = make_job("branch", "sgd", batch_size=2, data=partial(vectors, 5))
     plan = Plan(dp=3, microbatches=microbatches, zero=3, bucket_bytes=600)
-    report = verify(job, plan, devices="simulated", transport="gloo", steps=3, dtype=torch.float64)
-    assert report and report.passed
+    equals_one_device(job, plan, transport="gloo", steps=3)
 
 
 QUICK = ("decayed", "saved")
@@ -61,15 +61,7 @@ def test_parameters_are_there_wherever_a_loss_uses_them(kind: str) -> None:
     for plan in ("dp=2,zero=3,microbatches=2",) + (
         ("dp=3,zero=3,bucket_bytes=200",) if kind not in QUICK else ()
     ):
-        report = verify(
-            unit_job(kind),
-            Plan.parse(plan),
-            devices="simulated",
-            transport="gloo",
-            steps=2,
-            dtype=torch.float64,
-        )
-        assert report and report.passed, report
+        equals_one_device(unit_job(kind), plan, transport="gloo")
 
 
 def trained(plan: str, kind: str = "blocks", **settings: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -229,10 +221,7 @@ def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch:
 
     monkeypatch.setattr(UnitAccess, "pack", packed)
     job = replace(unit_job("blocks"), steps=2)
-    report = verify(
-        job, Plan.parse(f"dp=2,zero=3,precision={precision}"), devices="simulated", transport="gloo", steps=2
-    )
-    assert report and report.passed
+    equals_one_device(job, f"dp=2,zero=3,precision={precision}", transport="gloo", dtype=None)
     assert min(len(each) for each in casts.values()) >= 2 * 2 * 4  # steps, layers of a block, blocks
 
 
@@ -247,8 +236,7 @@ def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, p
         with pytest.raises(CaptureError, match="outside of all modules but the model"):
             verify(unit_job(kind), mixed, devices="simulated", transport="gloo", steps=2)
         return
-    report = verify(unit_job(kind), mixed, devices="simulated", transport="gloo", steps=2)
-    assert report and report.passed
+    equals_one_device(unit_job(kind), mixed, transport="gloo", dtype=None)
 
 
 @pytest.mark.slow
@@ -272,10 +260,7 @@ def test_casts_of_a_frozen_base_do_not_outlive_the_operator_that_makes_them(
 
     monkeypatch.setattr(UnitAccess, "pack", packed)
     job = replace(unit_job("adapted"), steps=2)
-    report = verify(
-        job, Plan.parse("dp=2,zero=3,precision=bf16-mixed"), devices="simulated", transport="gloo", steps=2
-    )
-    assert report and report.passed
+    equals_one_device(job, "dp=2,zero=3,precision=bf16-mixed", transport="gloo", dtype=None)
     # ranks, steps, layers; what the first one is given needs no gradient, so its weight is not saved
     assert len(kept) >= 2 * 2 * (2 * 4 - 1)
 

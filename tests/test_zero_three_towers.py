@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
-from meshloom.verify.run import verify
+from tests.verified import equals_one_device
 
 tf: Any = pytest.importorskip("transformers")
 
@@ -186,5 +185,4 @@ def test_units_that_read_the_same_are_gathered_and_kept(family: str, plan: str) 
     job = Job(
         model=model, loss=loss, optimizer=lambda named: torch.optim.AdamW([each for _, each in named], lr=1e-3), data=Samples, batch_size=4, steps=2,
     )  # fmt: skip
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed, report
+    equals_one_device(job, plan)

@@ -4,10 +4,8 @@ a few buckets."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.exchange.buckets import rounds
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
@@ -15,18 +13,16 @@ from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero_two import ZeroTwo
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import make_job
 from tests.reports import largest_error
+from tests.verified import equals_one_device
 
 pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
 
 
 def run(job: Job, plan: str, steps: int = 3) -> Report:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.worst()
+    report = equals_one_device(job, plan, steps=steps)
     assert largest_error(report) < 1e-10
     return report
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from meshloom.core.plan import Plan
 from meshloom.verify.findings import Report
-from meshloom.verify.run import verify
 from tests.planted.jobs import JOBS
+from tests.verified import report_on
 
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Bug] = {}  # by name in the list
@@ -45,11 +44,7 @@ def bug(
 
 def verified(job: str, plan: str) -> Report:
     """The job verified at the defaults; programs that a bug has changed are not kept."""
-    report = verify(
-        JOBS[job](), Plan.parse(plan), devices="simulated", transport="gloo", quick=False, cache="off"
-    )
-    assert report is not None
-    return report
+    return report_on(JOBS[job](), plan, transport="gloo", quick=False, cache="off", steps=3, dtype=None)
 
 
 def phases_of(report: Report) -> list[str]:
