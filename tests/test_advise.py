@@ -96,7 +96,6 @@ def wide_job(layers: int = 6, width: int = 192) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_machine_without_the_memory_gets_its_optimizer_state_on_disk(monkeypatch: pytest.MonkeyPatch):
     """Where nothing else fits. Its price is that of the plan without it and of the bytes that the disk reads and writes."""
     monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
@@ -231,7 +230,6 @@ def test_ring_and_server_are_compared_by_their_formulas():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_memory_limit_only_removes_plans():
     job = make_job("mlp", "adamw")
     plans = [Plan.parse(text) for text in ("dp=1", "dp=2", "tp=2")]
@@ -251,7 +249,6 @@ def test_a_memory_limit_only_removes_plans():
     assert advise(job, devices(memory_bytes=sizes[0] - 1), plans=plans[:1]).recommended is None
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_records_have_what_is_promised_and_the_text_says_the_same():
     job = make_job("mlp", "sgd")
@@ -281,7 +278,6 @@ def test_records_have_what_is_promised_and_the_text_says_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_loss_that_decides_by_values_is_priced():
     job = make_job("mlp", "sgd")
 
@@ -315,7 +311,6 @@ def test_an_optimizer_that_needs_values_has_its_memory_measured():
     assert found.one_device.peak > found.one_device.parameters > 0
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_that_cannot_run_the_job_is_the_error_when_it_was_the_only_one():
     with pytest.raises(PlanError, match="16 stages need 15. Use at most 6 stages"):
@@ -328,7 +323,6 @@ def test_a_machine_that_computes_twice_as_fast_takes_half_of_what_is_computed():
     assert there.seconds == pytest.approx(here.seconds / 2)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.MonkeyPatch):
     from meshloom.planner import readings
@@ -346,7 +340,6 @@ def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.Mo
     assert sorted(sizes) == [6, 12]
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_done_for_each_plan_is_told():
     """`meshloom plan` was silent for minutes while it read a loss or looked for a division."""

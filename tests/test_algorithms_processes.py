@@ -72,12 +72,7 @@ def _all_calls(through: str, hosts: str) -> list[Tensor]:
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")
 @pytest.mark.parametrize(
     ("through", "size", "hosts"),
-    [
-        ("gloo", 3, ""),
-        ("auto", 3, ""),
-        ("auto", 4, "abab"),
-        pytest.param("gloo", 5, "aabbb", marks=pytest.mark.slow),
-    ],
+    [("gloo", 3, ""), ("auto", 3, ""), ("auto", 4, "abab"), ("gloo", 5, "aabbb")],
 )
 @pytest.mark.slow
 def test_operations_of_processes_equal_one_process(through: str, size: int, hosts: str):

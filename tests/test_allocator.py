@@ -56,7 +56,6 @@ def run(*, returned: bool = False, **environment: str) -> tuple[bool, int]:
     return found[0] == "True", int(found[1])
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_freed_memory_is_kept():
     kept, pages = run()
@@ -64,7 +63,6 @@ def test_freed_memory_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_it_is_returned_where_memory_is_short():
     kept, pages = run(returned=True)
     assert not kept and pages > 20_000  # all of each round
@@ -92,7 +90,6 @@ print(freed, resident() - before)
 """
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_small_blocks_are_returned_between_phases_where_memory_is_short():
     text = subprocess.run([sys.executable, "-c", SMALL], check=True, capture_output=True, text=True).stdout
@@ -119,8 +116,6 @@ def test_phases_end_around_each_update(monkeypatch: pytest.MonkeyPatch):
     assert trims == [0, 0, 1, 1]
 
 
-@pytest.mark.covering("setting1")
-@pytest.mark.long
 @pytest.mark.parametrize(
     "setting",
     [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],

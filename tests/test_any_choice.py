@@ -59,7 +59,6 @@ def outcomes(seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return found
 
 
-@pytest.mark.covering("0")
 @pytest.mark.parametrize("names", QUARTERS, ids=range(4))
 @pytest.mark.slow
 def test_a_hundred_choices_equal_one_device(names: list[str], monkeypatch: pytest.MonkeyPatch):

@@ -65,7 +65,6 @@ def check(program: Program, divided: Program, asked: dict[str, int]) -> Program:
     return part
 
 
-@pytest.mark.long
 def test_layers_of_one_input_are_run_together_within_a_stage():
     """They were run together in the first of their stages, and took their parameters with them."""
     program = read(replace(make_job("mlp", "sgd"), model=Three))

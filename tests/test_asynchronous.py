@@ -87,7 +87,6 @@ def same(a: Run, b: Run) -> bool:
     ("model", "optimizer"),
     [("cnn", "sgd"), ("gpt", "adamw"), ("unused_twice", "muon"), ("branch", "adafactor")],
 )
-@pytest.mark.long
 def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> None:
     """Clipping, schedulers, dropout, batch statistics, short batches, unused parameters, and however many
     servers there are."""
@@ -97,7 +96,6 @@ def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> Non
         assert same(Run(job, f"dp=1,microbatches=2,exchange=async,servers={servers}"), alone)
 
 
-@pytest.mark.long
 def test_a_recomputing_worker_is_one_device() -> None:
     """Its loss is captured, and takes the servers' values all the same."""
     plan, job = "recompute=full,microbatches=2", make_job("cnn", "adamw", steps=4)
@@ -105,7 +103,6 @@ def test_a_recomputing_worker_is_one_device() -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.long
 def test_what_was_lost_with_a_server_is_said_and_not_read_again(servers: int) -> None:
     """Server 0 is killed after the third update; the snapshot is that of the second, and the fourth share is
     under way."""
@@ -188,7 +185,6 @@ def doubles(samples: Samples) -> Samples:
 
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.1, 1.3, 3.7)])
-@pytest.mark.long
 def test_several_workers_are_a_plain_loop(seconds: tuple[float, ...], by_age: bool) -> None:
     job = doubled(steps=30)
     expected, ages = plain_loop(job, 4, seconds, 30, by_age)
@@ -218,7 +214,6 @@ def test_several_servers_are_one() -> None:
     assert runs[0].steps[-1].gradient_norm is not None
 
 
-@pytest.mark.long
 def test_a_run_repeats_to_the_bit() -> None:
     job = make_job("cnn", "adamw", steps=12)
     how: dict[str, Any] = {
@@ -238,7 +233,6 @@ def test_a_run_repeats_to_the_bit() -> None:
 # --- What is shown.
 
 
-@pytest.mark.long
 def test_ages_and_seconds_are_those_of_the_speeds() -> None:
     job = doubled(steps=40)
     even = Run(job, "dp=4,exchange=async")
@@ -349,7 +343,6 @@ def test_every_sample_of_an_epoch_is_used_once_while_workers_come_and_go(
     assert int(run.state["updates"]) == 30
 
 
-@pytest.mark.long
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     """With one worker nothing is under way at a snapshot, so the resumed run is the uninterrupted one, also
     with other servers."""
@@ -389,7 +382,6 @@ def test_checkpoints_of_earlier_versions_say_which_share_is_next() -> None:
     assert found == {"next_share": 9, "ages": {"0": 8}}
 
 
-@pytest.mark.long
 def test_an_asynchronous_run_goes_on_from_a_synchronous_checkpoint(tmp_path: Path) -> None:
     job = counting_job(steps=20)
     Run(job, "dp=3", steps=3, out=tmp_path)  # three batches: 9 of 15 shares
@@ -410,7 +402,6 @@ def save_one(job: Job, directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("plan", "drop_last"), [("dp=3,microbatches=2", False), ("dp=8", False), ("dp=2", True)]
 )
-@pytest.mark.long
 def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
     job = make_job("mlp", "sgd", drop_last=drop_last)  # 30 samples: 12, 12 and 6
     shares = PushShares(job, Plan.parse(plan))
@@ -527,7 +518,6 @@ def test_a_loss_that_is_no_number_is_named() -> None:
         )
 
 
-@pytest.mark.long
 def test_a_gradient_that_is_no_number_is_the_worker_s_that_has_computed_it() -> None:
     """It was applied, and the run ended with the next worker, whose loss was no number at parameters that
     somebody else had broken."""

@@ -158,8 +158,6 @@ def averages_in(path: Path) -> dict[str, Tensor]:
     return torch.load(out)
 
 
-@pytest.mark.long
-@pytest.mark.covering("dp=2,zero=1", "dp=2,zero=3", "pp=2")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow
 def test_averages_are_evaluated_saved_and_those_of_one_device(
@@ -176,8 +174,6 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
         torch.testing.assert_close(value, model.module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.long
-@pytest.mark.covering("tp=2")
 @pytest.mark.parametrize(("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), (TP, "dp=2,zero=3")])
 @pytest.mark.slow
 def test_averages_go_on_under_another_plan(
@@ -206,8 +202,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
         assert torch.equal(value, now[name])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.slow
 def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
@@ -298,7 +293,6 @@ def test_what_has_no_average_is_refused():
         trainer.fit()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
 @pytest.mark.slow
 def test_verify_compares_averages(plan: str):
@@ -361,7 +355,6 @@ def test_memory_of_averages_is_predicted():
     assert shares[1].optimizer_factor - shares[0].optimizer_factor == 1.0
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
     """The embedding is also the output projection, in another stage."""
@@ -381,7 +374,7 @@ def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.slow
 def test_no_rank_shows_averages_while_another_reads(slow: int):
     assert on_ranks(_verified_slowly, 2, slow) == [True, None]

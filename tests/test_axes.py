@@ -16,7 +16,6 @@ from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.unify import freeze_axes, unify
 from meshloom.tensor_parallel.rules.table import BUILT_IN
-from tests.covering import few
 from tests.jobs import make_job
 
 pytestmark = [
@@ -75,7 +74,7 @@ def most_parts(mix: Callable[[Tensor], Tensor], length: int) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mix", few([padded, torch.tanh, before, differences, doubling], 2))
+@pytest.mark.parametrize("mix", [padded, torch.tanh, before, differences, doubling])
 def test_parts_are_as_many_for_a_long_text_as_for_a_short_one(mix: Callable[[Tensor], Tensor]):
     """A text and itself one token on were made one axis of as many parts as there are tokens: minutes at 800,
     a RecursionError at 900."""
@@ -104,7 +103,7 @@ def test_an_axis_that_occurs_twice_is_split_where_that_ends():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("newer_first", few([True, False]))
+@pytest.mark.parametrize("newer_first", [True, False])
 def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
     """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went
     through all layers: half of the time that 80 of them took to be followed. With this many it would be

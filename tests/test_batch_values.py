@@ -31,7 +31,6 @@ def check(name: str, plan: str, steps: int = STEPS) -> None:
     equals_one_device(job_with(*EQUAL[name]), plan, steps=steps)
 
 
-@pytest.mark.covering("float", "text")
 @pytest.mark.parametrize("name", EQUAL)
 @pytest.mark.slow
 def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
@@ -39,14 +38,12 @@ def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: st
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.long
 def test_what_has_another_value_in_every_batch_is_refused_by_name(name: str):
     extra, loss, why = REFUSED[name]
     with pytest.raises(CaptureError, match=why), Trainer(job_with(extra, loss), "pp=2", devices="simulated"):
         pass
 
 
-@pytest.mark.covering("an object")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.slow
 def test_dp_takes_it(name: str):
@@ -92,7 +89,6 @@ def test_an_input_may_be_one_number_and_another_a_value():
     assert read(programs, batch).others == {"n.width": "3", "n.scale": "a float"}
 
 
-@pytest.mark.long
 def test_reading_for_ever_is_refused():
     """A counter that Python looks at is another one in every step: MAX_VALUES programs are read, and then its
     name is said."""

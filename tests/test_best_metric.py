@@ -36,8 +36,6 @@ def quiet(**functions: Any) -> Listener:
     return Listener(**{"started": str, "note": str, **functions})
 
 
-@pytest.mark.long
-@pytest.mark.covering("dp=2", "pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.slow
 def test_training_stops_and_the_best_is_kept(plan: str, tmp_path: Path):
@@ -52,7 +50,6 @@ def test_training_stops_and_the_best_is_kept(plan: str, tmp_path: Path):
     assert said in notes
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_was_waited_for_is_resumed_under_another_plan(tmp_path: Path):
     """A run of 3 steps has waited once; resumed, it ends after two more."""

@@ -78,7 +78,6 @@ def test_one_device_is_the_loop_that_people_write():
         slow("dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3"),
     ],
 )
-@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_path: Path):
     # under tp zero=3 adds up the norm that clips in another order
     job = job_of("mlp", steps=4, checkpoint_every=2, clip_grad_norm=None if "tp" in saved else 1.0)
@@ -99,7 +98,6 @@ def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_
         slow("tp=2", "pp=2,microbatches=2"),
     ],
 )
-@pytest.mark.long
 def test_a_checkpoint_has_the_masters_under_every_plan(saved: str, plan: str, tmp_path: Path):
     job = job_of("cnn")
     masters = masters_after(job, saved, out=tmp_path)
@@ -115,7 +113,6 @@ def test_a_checkpoint_has_the_masters_under_every_plan(saved: str, plan: str, tm
         assert torch.equal(each, expected)
 
 
-@pytest.mark.long
 def test_each_rank_has_masters_of_what_it_updates_alone():
     counted: dict[str, list[int]] = {}
     for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=3"):
@@ -137,7 +134,6 @@ def test_each_rank_has_masters_of_what_it_updates_alone():
         slow("dp=2,pp=2,tp=2,microbatches=2,zero=1"),
     ],
 )
-@pytest.mark.long
 def test_bytes_are_as_predicted_and_half(plan: str):
     counted: list[float] = []
     for precision in ("float32", "bf16"):
@@ -153,7 +149,6 @@ def test_bytes_are_as_predicted_and_half(plan: str):
 
 
 @pytest.mark.parametrize("model", ["mlp", slow("gpt")])
-@pytest.mark.long
 def test_memory_of_a_step_is_predicted(model: str):
     job, batches = job_and_batches(model, "adamw")
     job = lowered(job, Plan(precision="bf16"))
@@ -206,7 +201,6 @@ def test_parameters_of_every_dtype_are_trained():
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("tp=2"), slow("dp=2,zero=3")])
-@pytest.mark.long
 def test_weights_of_files_fill_masters_at_their_precision(plan: str, tmp_path: Path):
     job = job_of("mlp")
     model = job.model()
@@ -234,7 +228,6 @@ def lost_update(masters: Masters, gradients: list[Tensor | None]) -> list[Tensor
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("dp=2"), slow("tp=2"), slow("pp=2,microbatches=2")])
-@pytest.mark.long
 def test_a_master_that_is_not_updated_is_found(plan: str, monkeypatch: pytest.MonkeyPatch):
     right = Masters.raised
     monkeypatch.setattr(
@@ -244,7 +237,6 @@ def test_a_master_that_is_not_updated_is_found(plan: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("plan", ["dp=2", slow("dp=2,zero=1"), slow("dp=2,zero=3"), slow("pp=2,dp=2,microbatches=2")])  # fmt: skip
-@pytest.mark.long
 def test_a_parameter_that_is_not_rewritten_on_one_rank_is_found(plan: str, monkeypatch: pytest.MonkeyPatch):
     publish, seen = Masters.publish, list[int]()
 
@@ -259,7 +251,6 @@ def test_a_parameter_that_is_not_rewritten_on_one_rank_is_found(plan: str, monke
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("dp=1"), slow("tp=2"), slow("dp=2,zero=3")])
-@pytest.mark.long
 def test_a_slice_that_is_rounded_twice_is_found(plan: str, monkeypatch: pytest.MonkeyPatch):
     publish = Masters.publish
 
@@ -280,7 +271,6 @@ def _found(plan: str, name: str) -> None:
     assert name in wrong if name else wrong or facts
 
 
-@pytest.mark.long
 def test_what_masters_cannot_follow_is_refused():
     class Table(nn.Module):
         def __init__(self, **settings: Any) -> None:
@@ -328,7 +318,6 @@ def notes_of(plan: str, devices: str = "simulated") -> Sequence[str]:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
-@pytest.mark.long
 def test_emulated_products_are_said_once(precision: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bfloat16_products, "has_bfloat16_products", lambda: False)
     (note,) = notes_of(f"dp=2,precision={precision}")

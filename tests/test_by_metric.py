@@ -102,7 +102,6 @@ def test_a_run_equals_a_plain_loop():
         torch.testing.assert_close(weights[name].cpu(), value, rtol=1e-5, atol=1e-6)  # sums in other orders
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_ends_between_evaluations_goes_on_as_one_that_does_not(tmp_path: Path):
     """After 5 steps there is an evaluation that is not due; resumed under another plan, 6 is the third that is."""
@@ -120,7 +119,6 @@ def test_an_evaluation_in_a_loop_of_one_s_own_steps_it():
     assert rates == pytest.approx([0.1 / 2**6])  # all but the first are no better
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.slow
 def test_it_is_verified(plan: str):
@@ -129,7 +127,6 @@ def test_it_is_verified(plan: str):
     assert any("checkpoint" in each.what for each in found.between)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TeamEvaluation, "step_schedulers", lambda *_: None)
@@ -139,7 +136,6 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
     assert "last_epoch of scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
     """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""

@@ -24,7 +24,6 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_every_kind_is_measured_forward_and_backward():
     machine = machine_of(
@@ -46,7 +45,6 @@ def test_every_kind_is_measured_forward_and_backward():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.long
 def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path, records = tmp_path / "machine.json", tmp_path / "records"
     assert (

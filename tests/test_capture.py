@@ -31,18 +31,6 @@ NOT_BITWISE = {"llama", "mixtral", "checkpointed"}
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
-@pytest.mark.covering(
-    "in_place",
-    "autocast",
-    "no_grad",
-    "checkpointed",
-    "tied",
-    "rotary",
-    "average",
-    "noise",
-    "precisions",
-    "gpt2",
-)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -68,7 +56,6 @@ def test_program_equals_eager(name: str, dtype: torch.dtype):
 @pytest.mark.covering("training-mlp", "training-cnn", "training-unused_twice", "evaluation-gpt")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "branch"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.long
 def test_program_of_a_job_equals_eager(name: str, training: bool):
     job = make_job(name, "sgd")
     data = job.data()
@@ -79,7 +66,6 @@ def test_program_of_a_job_equals_eager(name: str, training: bool):
 
 @pytest.mark.covering("in_place", "autocast", "rotary", "precisions")
 @pytest.mark.parametrize("name", ["in_place", "autocast", "rotary", "precisions", "transformer", "gpt2"])
-@pytest.mark.long
 def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: str):
     model = ALL[name]
     batch, other = batches_of(model, 2)
@@ -119,7 +105,6 @@ def _floats(value: Any) -> Iterator[torch.dtype]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.long
 def test_a_job_is_read_on_the_device_of_its_batch(training: bool):
     """Metrics, and batches of new shapes, are read while the run goes on, from batches that lie on the GPU;
     the model that was built for it lay on the CPU."""
@@ -157,7 +142,6 @@ def test_draws_are_those_of_keyed_eager():
     assert numbers == [(number, 1) for number in range(len(seen[0]))]
 
 
-@pytest.mark.long
 def test_without_draws_the_program_is_compared_with_plain_eager():
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -171,7 +155,6 @@ def test_without_draws_the_program_is_compared_with_plain_eager():
     check_against_module(program, model, loss, [torch.randn(4, 5)], tolerance=0.0)
 
 
-@pytest.mark.long
 def test_nodes_know_module_line_and_context():
     program = capture(job_of(*OWN["autocast"][:2]), (*batches_of(OWN["autocast"], 2),))
     linears = [node for node in program.nodes if node.operator == "linear"]
@@ -188,7 +171,6 @@ def test_nodes_know_module_line_and_context():
     assert linears[3].line is not None and linears[3].line.text == "z = self.second(y)"
 
 
-@pytest.mark.long
 def test_user_module_is_untouched():
     build, loss, _ = OWN["in_place"]
     seed_everything(0)
@@ -214,7 +196,6 @@ def run(program: Program, model: nn.Module, batch: Any, **where: Any) -> Any:
     return run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), batch, **where)
 
 
-@pytest.mark.long
 def test_entries_that_were_one_tensor_stay_two_inputs():
     model, loss = nn.Linear(3, 2), lambda model, batch: (model(batch["a"]) * model(batch["b"])).sum()
     same, a, b = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
@@ -229,7 +210,6 @@ def gradients(loss: Tensor, parameters: Any) -> list[Tensor | None]:
     return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
 
 
-@pytest.mark.long
 def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     build, loss, _ = OWN["autocast"]
     seed_everything(0)
@@ -249,7 +229,6 @@ def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     )
 
 
-@pytest.mark.long
 def test_no_grad_is_kept_where_decomposing_loses_it(monkeypatch: pytest.MonkeyPatch):
     # decomposing shows progress, and would leave a thread behind
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
@@ -281,7 +260,6 @@ def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():
     assert run(capture_module(model, loss, (batch, other)), model, batch).requires_grad
 
 
-@pytest.mark.long
 def test_threads_capture_one_after_another():
     def in_threads(work: Any) -> list[Any]:
         with ThreadPoolExecutor(3) as pool:
@@ -292,7 +270,6 @@ def test_threads_capture_one_after_another():
     assert in_threads(lambda: capture_module(nn.Linear(3, 2), loss, (batch, batch + 1))) == [None, None, None]
 
 
-@pytest.mark.long
 def test_in_place_operators_are_gone_and_batch_norm_still_trains(monkeypatch: pytest.MonkeyPatch):
     # decomposing shows progress, and would leave a thread behind
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
@@ -355,7 +332,6 @@ def test_batch_size_device_and_default_dtype_are_not_baked_in():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.long
 def test_evaluation_is_another_program_where_raw_export_cannot_switch():
     job = make_job("cnn", "sgd")
     batch = default_collate([job.data()[each] for each in range(6)])
@@ -385,7 +361,6 @@ def test_state_is_not_shared_with_the_module():
     assert float(model.running_mean.abs().sum()) == 0.0 and float(buffers["running_mean"].abs().sum()) > 0
 
 
-@pytest.mark.long
 def test_difference_from_eager_names_the_first_module():
     class Traced(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -398,7 +373,6 @@ def test_difference_from_eager_names_the_first_module():
         check_against_module(program, model, loss, [torch.randn(4, 3)])
 
 
-@pytest.mark.long
 def test_a_faster_way_that_fails_is_not_in_the_program() -> None:
     """The call that raised an error, which the user's code catches, stayed in the export, and the comparison refused the program."""
 
@@ -422,7 +396,6 @@ def test_a_faster_way_that_fails_is_not_in_the_program() -> None:
         check_against_module(program, model, loss, [fresh])
 
 
-@pytest.mark.long
 def test_a_number_of_the_batch_that_is_only_logged_is_left_out() -> None:
 
     class Notes(nn.Linear):

@@ -62,7 +62,6 @@ def errors(programs: list[CapturedLoss], given: list[Any] | None) -> list[Meshlo
     return in_turns([partial(caught, each, group) for each, group in zip(programs, groups, strict=True)])
 
 
-@pytest.mark.covering("3")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.slow
 def test_all_ranks_have_the_program_that_rank_0_read(size: int):
@@ -98,7 +97,6 @@ def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.Mon
     assert not read(programs, batches(), training=False)[1].training and captured == [True, False]
 
 
-@pytest.mark.long
 def test_a_rank_that_lacks_the_program_receives_it():
     job = make_job("mlp", "sgd")
     alone, late = CapturedLoss(job), CapturedLoss(job)
@@ -151,7 +149,6 @@ def fails(y: Tensor) -> Tensor:
     ],
     ids=["refused", "fails", "one batch", "no batches"],
 )
-@pytest.mark.long
 def test_an_error_on_rank_0_is_raised_on_all(forward: Any, given: Any, message: str):
     found = errors([CapturedLoss(job_of(forward)) for _ in range(3)], given)
     assert len({str(each) for each in found}) == 1 and all(isinstance(each, CaptureError) for each in found)
@@ -159,7 +156,6 @@ def test_an_error_on_rank_0_is_raised_on_all(forward: Any, given: Any, message: 
         raise found[0] or AssertionError
 
 
-@pytest.mark.long
 def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch):
     unpack = module.unpack
 
@@ -172,7 +168,6 @@ def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPat
     assert "Rank 2 cannot use the program that rank 0 captured: These" in str(found[0])
 
 
-@pytest.mark.long
 def test_a_program_that_arrives_as_another_is_refused(monkeypatch: pytest.MonkeyPatch):
     unpack = module.unpack
     monkeypatch.setattr(module, "unpack", lambda data: replace(unpack(data), training=False))
@@ -223,7 +218,6 @@ class Dropped(nn.Module):
         return self.layer(x) / self.keep
 
 
-@pytest.mark.long
 def test_a_program_read_later_is_of_the_model_as_it_was_built():
     job = replace(
         make_job("mlp", "sgd"), model=Dropped, loss=lambda model, batch: model(batch["x"]).square().mean()

@@ -51,7 +51,6 @@ def job(collate: Any) -> ml.Job:
     )  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("collate", [taking_out, halving])
 @pytest.mark.slow
 def test_it_is_verified(collate: Any):

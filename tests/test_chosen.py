@@ -77,7 +77,6 @@ def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tup
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.long
 def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str):
     build, loss, batch = MODELS[name]
     program = capture(job_of(build, loss), (batch, batch))
@@ -138,7 +137,6 @@ def on_a_ring(found: dict[str, tuple[int, int]]) -> float:
     return sum(share[kind] * num_bytes for kind, (_, num_bytes) in found.items() if kind in share)
 
 
-@pytest.mark.long
 def test_chunks_send_alike_and_the_sum_comes_once():
     build, loss, batch = MODELS["gpt"]
     part = partition(choose(layout_by_shapes(build, loss, batch), 2, FAST))
@@ -165,7 +163,6 @@ def test_an_account_tells_blocks_that_are_alike_as_one():
     assert "blocks.0-2.up  x3" in text and "tp=2 divides" in text and "Sent by a rank per step: " in text
 
 
-@pytest.mark.long
 def test_what_is_whole_is_said_with_the_reason_and_the_line():
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -191,7 +188,6 @@ def test_what_is_whole_is_said_with_the_reason_and_the_line():
     assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
 
 
-@pytest.mark.long
 def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.MonkeyPatch):
     """Where a search was given up, what it left whole was said to cost more than it saves."""
     layout = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8))

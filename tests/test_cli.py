@@ -104,7 +104,6 @@ def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert "EQUAL to one device that runs the same chunks: 2 steps" in text and "checkpoint" not in text
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_verification_is_handed_on_as_a_page_and_tensors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -226,13 +225,7 @@ def test_words_that_have_no_place_are_said(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ["dp=2", "--devices", "cpu"],
-        pytest.param(["dp=2,exchange=async"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("plan", [["dp=2", "--devices", "cpu"], ["dp=2,exchange=async"]])
 @pytest.mark.slow
 def test_every_process_of_a_run_has_the_files_words(
     plan: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -23,9 +23,7 @@ from tests.live_bytes import Blocks, blocks_job
 pytestmark = [pytest.mark.usefixtures("silent_export")]
 
 
-@pytest.mark.covering("False")
 @pytest.mark.parametrize("at_smaller_sizes", [False, True])
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_comparison_takes_what_is_predicted(at_smaller_sizes: bool, monkeypatch: pytest.MonkeyPatch):
     """Six blocks that are made alike take the memory of one. Before, start-up was predicted with the activations of the

@@ -55,8 +55,6 @@ def test_names_are_those_without_it_and_what_was_compiled_is_called(model: Calla
     assert without_compilation(found) == []
 
 
-@pytest.mark.covering("whole-dp=2", "a_layer-pp=2", "in_place-tp=2")
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 @pytest.mark.parametrize("model", FORMS)
 @pytest.mark.slow

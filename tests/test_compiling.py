@@ -104,7 +104,6 @@ def check_equal(model: str, plan: str, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_an_mlp_is_that_of_one_device(plan: str):
@@ -249,7 +248,6 @@ def test_a_unit_with_a_unit_in_it_runs_as_written():
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
 
 
-@pytest.mark.covering("gpt2", "conv2d", "recommendation")
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
 @pytest.mark.slow

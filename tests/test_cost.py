@@ -153,14 +153,12 @@ def program_of(model: nn.Module, batch: Tensor) -> Program:
 @pytest.mark.parametrize(
     "name", [name for name in OWN if name not in ("slice_writes", "average", "checkpointed")]
 )
-@pytest.mark.long
 def test_cost_of_own_models_is_that_of_the_eager_step(name: str):
     model, loss, batch, program = own_model(name)
     assert predicted_step(program) == eager_module_step(model, loss, batch)
 
 
 @pytest.mark.parametrize("name", ["slice_writes", "average", "checkpointed"])
-@pytest.mark.long
 def test_cost_is_the_programs_own_where_eager_writes_in_place_or_recomputes(name: str):
     model, _, batch, program = own_model(name)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -181,7 +179,6 @@ def test_cost_is_the_programs_own_where_eager_writes_in_place_or_recomputes(name
         if each not in NOT_READ
     ],
 )
-@pytest.mark.long
 def test_cost_of_families_is_that_of_their_programs_and_eager_steps(name: str):
     job = FAMILIES[name].make_job(False)
     seed_everything(0)
@@ -218,7 +215,6 @@ def test_a_node_costs_what_can_be_counted_by_hand():
     )
 
 
-@pytest.mark.long
 def test_a_kept_view_is_the_memory_of_its_owner():
     class Views(nn.Module):
         def __init__(self) -> None:
@@ -238,7 +234,6 @@ def test_a_kept_view_is_the_memory_of_its_owner():
     assert not any(each.flops or each.read_bytes or each.written_bytes or each.kept for each in views)
 
 
-@pytest.mark.long
 def test_what_the_loss_does_not_reach_is_not_kept():
     class Aside(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +255,6 @@ def test_what_the_loss_does_not_reach_is_not_kept():
     }
 
 
-@pytest.mark.long
 def test_casts_of_parameters_under_autocast_are_kept_once():
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -281,7 +275,6 @@ def test_casts_of_parameters_under_autocast_are_kept_once():
     assert kept_bytes(program, found) == 2 * (8 * 8 + 3 * 5 * 8)
 
 
-@pytest.mark.long
 def test_a_program_without_gradient_keeps_nothing():
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -296,7 +289,6 @@ def test_a_program_without_gradient_keeps_nothing():
     assert found["linear"].flops == 2 * 3 * 4 * 4
 
 
-@pytest.mark.long
 def test_a_search_for_nan_in_backwards_changes_no_cost():
     """It reads values, of which there are none."""
     program = program_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5)), torch.ones(6, 4))

@@ -23,7 +23,6 @@ from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
-from tests.covering import few
 from tests.division import RATES
 from tests.jobs import make_job, vectors
 from tests.pipelines import run_pipeline, subject_of
@@ -88,7 +87,7 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
     return replace(make_job("mlp", "sgd"), model=model)
 
 
-@pytest.mark.parametrize("model", few([ListOfOne, Permuted, Expanded]))
+@pytest.mark.parametrize("model", [ListOfOne, Permuted, Expanded])
 @pytest.mark.long
 def test_a_model_cut_at_every_place_equals_one_device(model: Callable[[], nn.Module]):
     """A normalising flow under pp=2 ended in "view size is not compatible": a value with gaps in memory

@@ -94,7 +94,6 @@ def test_workers_read_the_same():
     assert losses(replace(of, num_workers=2), "dp=1") == pytest.approx(losses(of, "dp=1"), rel=1e-9)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("data", [None, Streamed], ids=["map", "stream"])
 @pytest.mark.slow
 def test_verified_and_resumed(data: Any):
@@ -124,7 +123,6 @@ class Shared(Dataset[Any]):
         return {"x": self.jitter(torch.ones(7)), "y": torch.full((3,), self.near.random())}
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_one_that_is_held_twice_is_seeded_once():
     assert len(DatasetGenerators(Shared()).names) == 1

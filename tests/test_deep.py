@@ -75,7 +75,6 @@ def _described(num_blocks: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_model_of_more_layers_than_python_has_frames_is_divided():
     assert _described(1100) == 2 * 1100 + 2
 

@@ -150,7 +150,6 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         return sent, paths, shares, again
 
 
-@pytest.mark.covering("llama")
 @pytest.mark.parametrize(
     "name",
     [name if name in ("llama", "vit") else pytest.param(name, marks=pytest.mark.slow) for name in DENSE],
@@ -168,7 +167,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meshloom.replica.program_stages, "Division", partial(Division, rates=BY_SEQUENCE))
     dense = DENSE[name]

@@ -89,7 +89,6 @@ def shown(whole: Block, depth: int | None = None) -> list[str]:
     return [f"{'  ' * (level - 1)}{block.name} x{block.count}" for level, block in rows_of(whole, depth)]
 
 
-@pytest.mark.long
 def test_layers_that_are_alike_are_one_row():
     whole = describe(job_of(Stack)).whole
     assert shown(whole, 1) == [
@@ -106,7 +105,6 @@ def test_layers_that_are_alike_are_one_row():
 
 
 @pytest.mark.parametrize("depth", [None, 1, 2, 5])
-@pytest.mark.long
 def test_rows_add_up_to_the_model(depth: int | None):
     whole = describe(job_of(Stack), machine=example_machine()).whole
     rows = list(rows_of(whole, depth))
@@ -137,7 +135,6 @@ def test_numbers_are_those_of_the_eager_step():
     assert layers.kept_bytes == 5 * 4 * 7 * (8 + 16 + 16) * 4
 
 
-@pytest.mark.long
 def test_tied_and_unused_parameters_are_named():
     found = describe(job_of(Stack))
     assert [tuple(names) for names in found.tied] == [("token.weight", "head.weight")]
@@ -176,7 +173,6 @@ def test_a_larger_batch_costs_more_and_has_the_same_parameters():
     assert large.parameters == small.parameters
 
 
-@pytest.mark.long
 def test_a_model_of_any_size_is_described_without_its_memory():
     """A layer of 2^34 parameters, 64 GiB, which this machine need not have."""
 
@@ -212,7 +208,6 @@ def test_experts_count_for_the_tokens_that_they_see():
     ]
 
 
-@pytest.mark.long
 def test_what_has_no_formula_is_named():
     with torch.library._scoped_library("meshloom_tests", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -229,7 +224,6 @@ def test_what_has_no_formula_is_named():
         assert describe(job_of(Foreign)).unpriced == ("meshloom_tests.twice",)
 
 
-@pytest.mark.long
 def test_layers_in_a_row_keep_their_order():
     def build() -> nn.Module:
         return nn.Sequential(
@@ -239,7 +233,6 @@ def test_layers_in_a_row_keep_their_order():
     assert shown(describe(job_of(build)).whole, 1)[:5] == ["0 x1", "1 x1", "2 x1", "3-4 x2", "5 x1"]
 
 
-@pytest.mark.long
 def test_the_table_shows_blocks_shares_and_what_is_missing(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", FILE]) == 0
     text = capsys.readouterr().out
@@ -275,7 +268,6 @@ def test_files_of_weights_are_compared_with_the_model(tmp_path: Path, capsys: py
     assert all(each in said.err for each in ("missing", "bias", "other", "weight")) and not said.out
 
 
-@pytest.mark.long
 def test_a_measured_machine_predicts_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(example_machine(), tmp_path / "machine.json")
     assert main(["describe", FILE, "--machine", str(tmp_path / "machine.json")]) == 0
@@ -284,7 +276,6 @@ def test_a_measured_machine_predicts_seconds(tmp_path: Path, capsys: pytest.Capt
     assert "on one rank of example (cpu), without optimizer and exchange; calibrated " in text
 
 
-@pytest.mark.long
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
     found = describe(job_of(Stack), machine=example_machine())
     for width in (80, 200):
@@ -295,7 +286,6 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
         assert ("Linear" in stream.getvalue()) is (width == 200)
 
 
-@pytest.mark.long
 def test_records_hold_the_numbers(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", FILE, "--depth", "1", "--json", "-"]) == 0
     captured = capsys.readouterr()
@@ -358,7 +348,6 @@ def test_a_wrong_request_is_one_sentence_and_2(
     assert "Traceback" not in error
 
 
-@pytest.mark.long
 def test_a_model_that_the_host_cannot_hold_is_not_built_for_what_needs_values():
     """Of 4 TiB, with a loss that no shapes compute."""
     width = 2**20

@@ -118,15 +118,7 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
     assert max(held) <= 0.7 * total  # parts are uneven on purpose
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "AdamW",
-        pytest.param("initial state", marks=pytest.mark.long),
-        "muon and adamw",
-        pytest.param("trust ratio", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", ["AdamW", "initial state", "muon and adamw", "trust ratio"])
 @pytest.mark.long
 def test_whole_parameters_are_let_go(name: str):
     # Where no rank keeps a whole parameter the only ones left are parts; where one does, that one has it.

@@ -134,7 +134,6 @@ ENDED_WITH_A_SHARE: dict[str, Any] = {
 }
 
 
-@pytest.mark.long
 @given(**RUNS)
 @example(**KILLED_BEFORE_IT_WENT_BACK)
 @example(**ENDED_WITH_A_SHARE)

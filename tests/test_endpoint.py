@@ -272,7 +272,6 @@ def refusal_of(endpoint: Endpoint, connections: Connections) -> str:
     return str(refused.value)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_without_the_job_s_key_is_refused():
     others_server, others = make_keys()

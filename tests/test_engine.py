@@ -175,7 +175,6 @@ def test_the_compiler_has_nothing_to_say(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
     stress(build(tmp_path), 3, 300, 0)
@@ -228,7 +227,6 @@ def test_nothing_but_the_module_is_visible_and_the_engine_s_names_have_its_prefi
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_hostile_ranks_reach_nothing_outside_of_what_is_shared(tmp_path: Path) -> None:
     """The engine believed offsets, lengths and windows that others had written, and read its own calls where
     others can write them.

@@ -40,23 +40,6 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
     return found
 
 
-@pytest.mark.covering(
-    "01_gpt_bytes",
-    "02_digits",
-    "03_data_parallel",
-    "04_own_loop",
-    "05_from_a_script",
-    "06_tensor_parallel",
-    "07_own_operator",
-    "08_layers_on_devices",
-    "09_grid",
-    "10_parameter_server",
-    "11_fine_tuning",
-    "13_small_gpt",
-    "14_lora",
-    "16_speech",
-    "18_diffusion",
-)
 @alone
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.slow
@@ -109,7 +92,7 @@ def test_the_first_example_of_the_readme_trains_and_is_equal_to_one_device(
 
 
 @together
-@pytest.mark.parametrize("name", ["01_gpt_bytes", pytest.param("02_digits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["01_gpt_bytes", "02_digits"])
 @pytest.mark.slow
 def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):
     steps = {"01_gpt_bytes": 4, "02_digits": 30}[name]

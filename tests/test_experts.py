@@ -165,7 +165,6 @@ KINDS = {
 
 @pytest.mark.covering("normed", "looked up", "sorted", "all to the last")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.long
 def test_experts_divided_by_expert_equal_one_device(kind: str):
     """Five experts on 2, 3 and 4 ranks; where one reads all tokens, the other ranks have no row."""
     subject = subject_of(KINDS[kind])
@@ -199,7 +198,6 @@ def test_a_rank_works_on_the_rows_that_are_sent_to_its_experts():
     assert sorted(rows) == [(0, sum(counts[:2])), (1, sum(counts[2:4])), (2, counts[4])]
 
 
-@pytest.mark.long
 def test_dividing_by_expert_sends_no_more_than_dividing_each_expert():
     """Rows are not sent around: what experts make is summed, as after a layer that is split by rows."""
     subject = subject_of(KINDS["looked up"])
@@ -222,7 +220,6 @@ def test_experts_are_divided_by_expert_where_that_is_more_even():
         assert {shape[0] for shape in held(even)["down"]} == {3}
 
 
-@pytest.mark.long
 def test_a_rank_is_expected_to_have_its_share_of_rows():
     layout = subject_of(KINDS["looked up"]).layout
     choice = choose(layout, 2, RATES, placements={"experts": "experts"})
@@ -237,7 +234,6 @@ def test_more_ranks_than_experts_cannot_have_one_each():
         choose(layout, 4, RATES, placements={"experts.up": "experts"})
 
 
-@pytest.mark.long
 def test_a_layer_without_experts_says_so():
     layout = subject_of(KINDS["dense"]).layout
     with pytest.raises(PlanError, match=r"first.weight has no experts where linear uses it"):

@@ -34,7 +34,6 @@ def checked(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.long
 def test_distributions_do_not_check_their_arguments():
     def likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return -Normal(model(batch["x"]), batch["x"].exp()).log_prob(batch["y"]).mean()
@@ -49,7 +48,6 @@ def test_distributions_do_not_check_their_arguments():
 @pytest.mark.parametrize(
     "lengths", [lambda each: [each] * 3, lambda each: torch.full((3,), each)], ids=["lists", "tensors"]
 )
-@pytest.mark.long
 def test_alignments_are_read(lengths: Any, reduction: str):
     def align(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["x"]).log_softmax(2).transpose(0, 1)

@@ -128,7 +128,6 @@ def test_two_replicas_of_two_chunks_equal_one_device(family: Family):
 
 
 @every
-@pytest.mark.long
 def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
     module, batch = start(family.make_job(False))
     if family.name not in NOT_EXPORTED:
@@ -139,7 +138,6 @@ def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
 
 
 @pytest.mark.parametrize("family", REFUSED.values(), ids=list(REFUSED))
-@pytest.mark.long
 def test_a_loss_function_of_several_losses_is_refused_in_one_sentence(family: Family):
     with pytest.raises(JobError, match="Several losses"):
         verified(family, Plan(dp=2))

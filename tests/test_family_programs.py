@@ -57,7 +57,6 @@ def test_every_kind_of_family_meets_every_way():
     assert {(FAMILIES[name].kind, way) for name, way in IN_TURN} >= set(itertools.product(kinds, WAYS))
 
 
-@pytest.mark.covering("gpt2", "llama", "resnet-evaluation", "two_towers", "lstm", "diffusion")
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -82,7 +81,6 @@ def test_program_equals_eager(name: str, way: str):
     "name",
     [pytest.param(name, marks=() if name in QUICK_REFUSALS else pytest.mark.slow) for name in NOT_READ],
 )
-@pytest.mark.long
 def test_refused_with_the_reason_and_the_line(name: str):
     with pytest.raises(CaptureError) as refused:
         read(FAMILIES[name], WAYS["float32"])

@@ -84,8 +84,6 @@ def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_p
     assert_same(at_the_start(job, plan), by_hand(job))
 
 
-@pytest.mark.covering("gpt-pp=2", "mlp-dp=2,tp=2")
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -94,8 +92,8 @@ def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_p
         ("cnn", "pp=2,recompute=full"),
         ("unused_twice", "dp=2,pp=2"),
         ("mlp", "dp=2,tp=2,zero=1,tp_placements=first:column"),
-        pytest.param("gpt", "pp=2,tp=2,microbatches=2" + COLUMNS, marks=pytest.mark.slow),
-        pytest.param("cnn", "dp=2,sync_batch_norm=true", marks=pytest.mark.slow),
+        ("gpt", "pp=2,tp=2,microbatches=2" + COLUMNS),
+        ("cnn", "dp=2,sync_batch_norm=true"),
     ],
 )
 @pytest.mark.slow
@@ -104,7 +102,7 @@ def test_a_run_of_shards_and_stages_starts_from_the_file(model: str, plan: str, 
     assert_same(at_the_start(job, plan), by_hand(job))
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2"])
 @pytest.mark.slow
 def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
     """The model is built with values where one of its tensors has no counterpart, on the ranks that hold some of it."""
@@ -116,11 +114,7 @@ def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
     assert built == [[False, False], [True, False]]
 
 
-@pytest.mark.covering("dp=2,microbatches=2")
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "plan", ["dp=2,microbatches=2", "dp=2,pp=2", pytest.param("tp=2" + COLUMNS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=2,pp=2", "tp=2" + COLUMNS])
 @pytest.mark.slow
 def test_what_starts_from_a_file_equals_one_device_that_loads_it(plan: str, tmp_path: Path) -> None:
     job = other_weights(make_job("gpt", "adamw"), tmp_path / "x.safetensors", without="head.weight")

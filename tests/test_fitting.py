@@ -93,7 +93,6 @@ def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.on_cpu
 @pytest.mark.usefixtures("silent_export", "no_offers")
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [("pp=2,microbatches=2,schedule=gpipe", 2), ("tp=5", 5), ("pp=2,tp=5,schedule=gpipe,microbatches=2", 10)],
@@ -198,7 +197,6 @@ def test_offloaded_state_is_not_what_ranks_hold_at_least():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.long
 def test_state_that_alone_does_not_fit_is_offered_to_be_offloaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

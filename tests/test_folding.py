@@ -17,7 +17,6 @@ from meshloom.program.ir.program import Program
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.folding import Folding
-from tests.covering import few
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 
@@ -49,8 +48,6 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
         return folded, capture_shapes(job, batch)
 
 
-@pytest.mark.covering("lstm", "phi3")
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -230,7 +227,7 @@ def tied(stack: Stack) -> Stack:
 
 
 @pytest.mark.covering("blocks", "tied", "buffers")
-@pytest.mark.parametrize("name", few(FOLDED, 2))
+@pytest.mark.parametrize("name", FOLDED)
 @pytest.mark.long
 def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     make, names = FOLDED[name]
@@ -241,7 +238,7 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
 
 
 @pytest.mark.covering("input written", "index looked at")
-@pytest.mark.parametrize("name", few(READ, 2))
+@pytest.mark.parametrize("name", READ)
 @pytest.mark.long
 def test_is_read_as_often_as_it_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]
@@ -276,7 +273,6 @@ def test_several_results(monkeypatch: pytest.MonkeyPatch, counted: list[str]) ->
     assert counted == ["Several"] * 2
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """A forward that puts a value where nobody sees it: in a list outside of the model."""

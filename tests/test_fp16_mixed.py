@@ -44,11 +44,11 @@ def largest(report: Report) -> float:
     [
         (10, "boost", "dp=2,microbatches=2,zero=2"),
         (1, "of_bias", "pp=2,microbatches=2"),
-        pytest.param(10, "boost", "tp=2", marks=pytest.mark.slow),
-        pytest.param(1, "of_bias", "tp=2", marks=pytest.mark.slow),
-        pytest.param(1, "of_bias", "dp=2,pp=2,microbatches=2,zero=3,schedule=zb-v", marks=pytest.mark.slow),
-        pytest.param(3, "boost", "recompute=full", marks=pytest.mark.slow),
-        pytest.param(3, "boost", "dp=2,exchange=server", marks=pytest.mark.slow),
+        (10, "boost", "tp=2"),
+        (1, "of_bias", "tp=2"),
+        (1, "of_bias", "dp=2,pp=2,microbatches=2,zero=3,schedule=zb-v"),
+        (3, "boost", "recompute=full"),
+        (3, "boost", "dp=2,exchange=server"),
     ],
 )
 @pytest.mark.slow
@@ -187,7 +187,6 @@ QUICK_BUGS = {(not_unscaled, "dp=2"), (not_agreed, "dp=2,zero=1"), (not_halved, 
         for case in SCALE_BUGS
     ],
 )  # fmt: skip
-@pytest.mark.long
 def test_a_bug_of_the_scale_is_found(plant: Any, plan: str, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     one_owner = plant in (not_agreed, other_stages_not_told)
@@ -205,7 +204,6 @@ def _is_found(job: Job, plan: str, steps: int) -> bool:
         return "the learning rate of group 0" in str(error)
 
 
-@pytest.mark.long
 def test_without_a_bug_two_steps_in_a_row_are_equal():
     report = verified(replace(overflowing_job(10), data=two_in_a_row), "dp=2", steps=4)
     assert report.passed and [step.skipped for step in report.steps] == [False, True, False, False]

@@ -93,15 +93,14 @@ def equal(job: Job, plan: str, devices: str) -> bool | None:
     return report.passed if report else None
 
 
-@pytest.mark.covering("gpt2-dp=2")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
         ("gpt2", "dp=2"),
         ("llama", "tp=2,tp_placements=*.mlp.gate_proj:column"),
         ("gpt2", "pp=2"),
-        pytest.param("llama", "dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("gpt2", "tp=2", marks=pytest.mark.slow),
+        ("llama", "dp=2,pp=2,microbatches=2"),
+        ("gpt2", "tp=2"),
     ],
 )
 @pytest.mark.slow
@@ -120,16 +119,15 @@ def _on_a_rank(kind: str, directory: str, how: str, plan: str) -> bool | None:
     return equal(job_of(kind, directory, how), plan, "cpu")
 
 
-@pytest.mark.covering("gpt2-weights-dp=2")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "how", "plan"),
     [
         ("gpt2", "weights", "dp=2"),
         ("llama", "from_pretrained", "pp=2"),
-        pytest.param("llama", "weights", "tp=2,tp_placements=*.mlp.gate_proj:column", marks=pytest.mark.slow),
-        pytest.param("gpt2", "from_pretrained", "dp=2", marks=pytest.mark.slow),
-        pytest.param("gpt2", "from_pretrained", "tp=2", marks=pytest.mark.slow),
+        ("llama", "weights", "tp=2,tp_placements=*.mlp.gate_proj:column"),
+        ("gpt2", "from_pretrained", "dp=2"),
+        ("gpt2", "from_pretrained", "tp=2"),
     ],
 )
 @pytest.mark.slow

@@ -172,7 +172,6 @@ def line_marked(kind: type) -> int:
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-@pytest.mark.long
 def test_refused_with_the_line(kind: type[Plain]):
     batches = torch.randn(5, 3), torch.randn(5, 3)
     generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
@@ -204,7 +203,6 @@ def test_a_buffer_that_grows_is_refused():
         )
 
 
-@pytest.mark.long
 def test_a_tensor_left_in_an_attribute_for_the_loss_is_read():
     class Auxiliary(Plain):
         auxiliary: Tensor | None = None
@@ -240,7 +238,6 @@ class Logs(Plain):
         return out
 
 
-@pytest.mark.long
 def test_a_log_of_tensors_in_containers_is_no_harm_and_holds_nothing_afterwards():
     """It ended in "'NoneType' object does not support item assignment": an attribute that held tensors was no
     plain value any more, so None was put there."""

@@ -58,7 +58,6 @@ def layers_in(program: Any) -> list[GatheredConvolutions]:
 @pytest.mark.covering("1-3", "2-2", "3-1")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.long
 def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
     """Divisions drawn at random; four ranks are more than `few` has channels."""
     subject = subject_of(job_of(dims))
@@ -71,7 +70,6 @@ def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
         assert shapes == shapes[:1] * num_ranks, "ranks would talk in another order"
 
 
-@pytest.mark.covering("2-first:column+shortcut:column-0", "3-stem:row")
 @pytest.mark.parametrize(
     ("placements", "at_least"),
     [

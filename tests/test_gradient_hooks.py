@@ -78,7 +78,6 @@ def test_hooks_that_are_not_linear_equal_one_device_under_dp(place: str, hook: H
     assert equal(job_of(lambda: PLACES[place](hook)), "dp=2,microbatches=3")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_hook_that_is_not_linear_equals_one_device_in_programs() -> None:
     assert equal(job_of(lambda: PLACES["on_tensor"](clamp)), "pp=2,microbatches=2")

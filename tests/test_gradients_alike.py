@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import meshloom.replica.attach as attach_module
 import meshloom.replica.prepare as prepare_module
 from meshloom.replica.replica import Replica
-from tests.covering import few
 from tests.jobs import class_loss
 from tests.jobs_in_memory import integers, job_of, sgd
 from tests.reports import text_of
@@ -59,7 +58,7 @@ def check(model: Any, plan: str, agrees: bool) -> None:
     assert agrees or "which both hold a full copy" in said
 
 
-@pytest.mark.parametrize("plan", few(PLANS, 1, pytest.mark.slow))
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow
 def test_ranks_of_a_replica_stay_alike(plan: str, agrees: bool) -> None:
     check(Words, plan, agrees)

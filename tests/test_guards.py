@@ -249,14 +249,12 @@ def test_what_a_run_changes_and_reads_is_refused_before_the_first_step(make: Cal
     assert all(way in found for way in WAYS_OUT[1:]), found
 
 
-@pytest.mark.long
 def test_a_tensor_and_a_generator_that_a_run_changes_are_refused():
     assert "reads centre at" in refusal(a_tensor_outside(), "tp=2")
     found = refusal(a_generator(), "tp=2")
     assert "reads drawn at" in found and "the same Random with other contents" in found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("make", [counter_in_a_forward, counter_in_a_global])
 def test_a_prediction_refuses_them_too(make: Callable[[], Job]):
     with pytest.raises(CaptureError, match="it was 0, and is 1 after a batch"):
@@ -378,11 +376,7 @@ def test_a_cache_outside_is_as_it_was_afterwards():
 USUAL = ("float", "int that says how often", "text", "words")
 
 
-@pytest.mark.covering("float", "words")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)],
-)
+@pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
 @pytest.mark.slow
 def test_a_batch_of_more_than_tensors_is_equal(name: str):
     extra, loss = (EQUAL.get(name) or REFUSED[name])[:2]
@@ -472,7 +466,6 @@ def changes() -> Iterator[tuple[str, Job, Callable[[], Any]]]:
 
 @pytest.mark.covering("0", "5")
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.long
 def test_what_is_changed_between_two_steps_is_refused_by_name(number: int):
     name, job, change = list(changes())[number]
     try:
@@ -523,7 +516,6 @@ def test_an_attribute_of_the_model_changed_between_steps_is_refused():
             trainer.step(next(batches))
 
 
-@pytest.mark.long
 def test_what_is_only_written_or_beside_what_is_read_may_change():
     """Logging: a dict and a list that the loss fills, entries and attributes that it does not name, a counter of the
     loop's own."""

@@ -85,7 +85,6 @@ def subjects() -> dict[str, Subject]:
     }
 
 
-@pytest.mark.covering("lstm-3", "gru-2", "rnn-3", "residual", "recurrence")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow

@@ -50,7 +50,6 @@ def _calls(draw: st.DrawFn, size: int) -> list[Call]:
     return draw(st.lists(call, min_size=1, max_size=6))
 
 
-@pytest.mark.long
 @given(hosts=_hosts(), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=25, deadline=None)
 @pytest.mark.slow

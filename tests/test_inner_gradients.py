@@ -92,8 +92,7 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
     equals_one_device(job_of(loss), "dp=2,microbatches=2", steps=3)
 
 
-@pytest.mark.covering("langevin", "physics")
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,pp=2,tp=2"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.slow
 def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor], plan: str):
@@ -102,7 +101,6 @@ def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.long
 def test_what_a_loss_adds_to_gradients_of_parameters_is_refused_with_its_line():
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         value = F.cross_entropy(model(batch["x"]), batch["y"])

@@ -185,7 +185,6 @@ def test_a_function_that_calls_itself_is_not_told_a_thousand_times(capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_an_error_in_a_data_worker_reads_like_any_other(capsys: pytest.CaptureFixture[str]):
     loader = torch.utils.data.DataLoader(_Broken(), num_workers=1)
     error = _caught(lambda: list(loader))

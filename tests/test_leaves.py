@@ -76,7 +76,7 @@ def leaf_paths(program: Program) -> Sequence[str]:
 
 
 @pytest.mark.covering("hooks")
-@pytest.mark.parametrize("name", ["router", pytest.param("hooks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["router", "hooks"])
 @pytest.mark.long
 def test_the_module_of_a_line_that_cannot_be_captured_is_a_leaf(name: str) -> None:
     assert leaf_paths(captured(part_job(name))) == FOUND[name]
@@ -111,7 +111,6 @@ def test_a_program_with_a_part_travels_as_bytes() -> None:
     assert other.opaque == program.opaque
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_module_is_a_leaf_because_the_job_names_it() -> None:
     for asked in ("blocks.1", Readable, "Readable"):
@@ -213,7 +212,7 @@ def test_a_named_leaf_may_be_most_of_the_model() -> None:
     assert equal(job_of(averages, leaves=["2"]), "dp=2,tp=2")
 
 
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
 @pytest.mark.long
 def test_a_plan_under_which_nothing_is_divided_is_refused(plan: str) -> None:
     job = job_of(lambda: Net([], "rr"), leaves=[Net])
@@ -252,11 +251,7 @@ def verdict(kind: str, plan: str) -> bool | None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "plan", "size"),
-    [
-        ("buffers", "pp=2,microbatches=2", 2),
-        pytest.param("dropout", "pp=2,tp=2", 4, marks=pytest.mark.slow),
-        pytest.param("attribute", "dp=2,pp=2", 4, marks=pytest.mark.slow),
-    ],
+    [("buffers", "pp=2,microbatches=2", 2), ("dropout", "pp=2,tp=2", 4), ("attribute", "dp=2,pp=2", 4)],
 )
 @pytest.mark.slow
 def test_ranks_in_processes_equal_one_device(kind: str, plan: str, size: int) -> None:

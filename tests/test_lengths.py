@@ -56,7 +56,6 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     ids=["short", "long"],
 )
 @pytest.mark.parametrize(("plan", "dropout", "alone"), PLANS)
-@pytest.mark.long
 def test_three_captures_serve_a_job_that_pads_to_its_longest(
     lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str
 ):

@@ -22,7 +22,6 @@ from meshloom.exchange.local_sgd import TakeMean
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.covering import few
 from tests.jobs import GPT, class_loss, make_job, vectors
 from tests.verified import equals_one_device, report_on
 
@@ -165,7 +164,6 @@ def even_sgd(**settings: Any) -> Job:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dp", [2, 3, 4])
 @pytest.mark.slow
 def test_one_local_step_is_all_reduce(dp: int) -> None:
@@ -192,7 +190,6 @@ def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=SLOW)])
 @pytest.mark.parametrize(
     "inner", [pytest.param("pp=2", marks=SLOW), "tp=2", pytest.param("pp=2,tp=2", marks=SLOW)]
@@ -266,7 +263,7 @@ def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None
 
 
 @pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
-@pytest.mark.parametrize("save_after", few([3, 4, 5]))
+@pytest.mark.parametrize("save_after", [3, 4, 5])
 @pytest.mark.long
 def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
     exchange: str, save_after: int, tmp_path: Path
@@ -285,7 +282,6 @@ def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -320,7 +316,6 @@ def test_checkpoints_go_to_and_come_from_any_plan(exchange: str, optimizer: str,
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path: Path) -> None:
     job = steady("sgd", batch_size=12, steps=6)
     plan = "dp=2,microbatches=2,exchange=diloco,local_steps=2"

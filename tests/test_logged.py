@@ -22,8 +22,6 @@ def logged_under(job: ml.Job, plan: str) -> list[Progress]:
     return found
 
 
-@pytest.mark.long
-@pytest.mark.covering("dp=2,microbatches=2", "dp=2,zero=3", "local_sgd", "pp=2,microbatches=2")
 @pytest.mark.parametrize(
     "plan",
     [

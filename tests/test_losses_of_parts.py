@@ -54,7 +54,6 @@ def subject() -> Subject:
     return subject_of(job_of(Heads, loss), batches=(one, other))
 
 
-@pytest.mark.long
 def test_a_rank_with_all_classes_of_a_head_waits_for_those_with_none(subject: Subject):
     """Ranks used to decide for themselves whether they talk, and one that had all classes did not."""
     talking = 0
@@ -86,7 +85,6 @@ def under_autocast(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(one, batch["y"]) + weighted + scores + 0.1 * other.mean().float()
 
 
-@pytest.mark.long
 def test_under_autocast_values_of_parts_are_of_the_precision_that_they_have_on_one_device():
     """Cross-entropy of a part of the classes was computed in float16, in which the gradient of a scaled mean, 65536, is infinite."""
     generator = torch.Generator().manual_seed(0)

@@ -87,7 +87,6 @@ def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[M
 
 @pytest.mark.covering("u_net", "lstm")
 @pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
-@pytest.mark.long
 def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision: str):
     if (name, precision) == (
         "lstm",
@@ -122,7 +121,6 @@ def test_a_copy_for_checkpoints_in_the_background_is_counted():
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-@pytest.mark.long
 def test_gradients_of_earlier_chunks_are_there_while_later_ones_run(microbatches: int):
     job = wide()
     batches = [torch.randn(50, 64) for _ in range(4)]
@@ -144,7 +142,6 @@ def test_gradients_of_earlier_chunks_are_there_while_later_ones_run(microbatches
 @pytest.mark.parametrize(
     ("model", "optimizer"), [("mlp", "sgd"), ("gpt", "muon"), ("mlp", "adafactor"), ("unused_twice", "adamw")]
 )
-@pytest.mark.long
 def test_optimizer_state_is_what_the_users_optimizer_makes(model: str, optimizer: str):
     job, batches = job_and_batches(model, optimizer)
     predicted, measured = predict_memory(read(job, batches), job.optimizer), measure_memory(job, batches[:1])
@@ -189,7 +186,6 @@ def allocator_peak(job: Job, batch: Tensor) -> int:
     return most
 
 
-@pytest.mark.long
 def test_kinds_at_the_peak_add_up_to_it():
     job = wide()
     memory = predict_memory(read(job, [torch.randn(50, 64), torch.randn(50, 64)]), job.optimizer)

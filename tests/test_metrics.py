@@ -73,7 +73,7 @@ def test_what_a_metric_must_not_return_is_said_of_the_metric():
         sums.add("loss", chunk(0, 2), "good")
 
 
-@pytest.mark.parametrize("plan", ["dp=2", pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
 @pytest.mark.slow
 def test_a_metric_that_returns_no_number_is_named(plan: str):
     """It was called the loss, and under pp "a line that could not be found: new(): invalid data type

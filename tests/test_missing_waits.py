@@ -49,10 +49,7 @@ WAITS: dict[str, tuple[str, str, str]] = {
 QUICK = {"buckets are summed", "a unit of zero=3", "a stage's input or gradient", "a sum along tp"}
 
 
-@pytest.mark.covering("buckets", "a unit of zero=3", "a stage's")
-@pytest.mark.parametrize(
-    "wait", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in WAITS]
-)
+@pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.slow
 @pytest.mark.every
 def test_a_wait_left_out_is_noticed_by_verify(wait: str, monkeypatch: pytest.MonkeyPatch):

@@ -67,7 +67,6 @@ def under_autocast(job: Job) -> Job:
     "plan",
     ["dp=2,microbatches=2", pytest.param("pp=2,microbatches=2,schedule=zb-v", marks=pytest.mark.slow)],
 )
-@pytest.mark.long
 def test_it_is_what_a_loss_does_that_opens_autocast_itself(plan: str):
     job = job_of("gpt")
     mixed = losses(job, f"{plan},precision=bf16-mixed")
@@ -120,7 +119,6 @@ def test_workers_of_an_asynchronous_run_compute_under_autocast():
         ("experts", "dp=2,zero=3"),
     ],
 )
-@pytest.mark.long
 def test_bytes_are_as_predicted_and_activations_are_half(model: str, plan: str):
     counted: list[int] = []
     for precision in ("float32", "bf16-mixed"):
@@ -137,7 +135,6 @@ def test_bytes_are_as_predicted_and_activations_are_half(model: str, plan: str):
 
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
-@pytest.mark.long
 def test_memory_of_a_step_is_predicted(model: str):
     job, batches = job_and_batches(model, "adamw")
     mixed = in_precision(job, Plan(precision="bf16-mixed"))
@@ -168,7 +165,6 @@ def test_a_job_in_a_precision_is_wrapped_once():
     assert in_precision(job, plan) is job
 
 
-@pytest.mark.long
 def test_a_bug_of_the_plan_is_found_under_autocast(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     plan = Plan.parse("dp=2,precision=bf16-mixed")

@@ -118,7 +118,6 @@ def run(job: Job, plan: str, between: Callable[[nn.Module], Any] = lambda model:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.long
 def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], nn.Module]):
     job = job_of(model, shuffle=False)
     expected = one_device(job, 4)
@@ -161,7 +160,6 @@ def test_a_loop_of_ones_own_may_evaluate_between_steps(plan: str):
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "tp=2"])
-@pytest.mark.long
 def test_a_part_put_into_evaluation_mode_between_steps_is_refused(plan: str):
     with pytest.raises(TrainingError, match="3 was put into evaluation mode between two steps"):
         run(job_of(with_frozen_statistics), plan, between=lambda model: model.get_submodule("3").eval())
@@ -183,7 +181,6 @@ def test_a_loss_may_set_modes_itself():
     assert run(job_of(model, loss=loss), "dp=1") == run(job_of(with_frozen_statistics), "dp=1")
 
 
-@pytest.mark.long
 def test_programs_of_both_modes_are_the_module_in_them():
     """A program for evaluation of a model whose new head was in training mode was read with that head in
     it."""

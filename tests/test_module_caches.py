@@ -59,7 +59,6 @@ def attending() -> Job:
     return job_of(Attending, next_ids, list(integers(5, 31, 7)), optimizer=sgd)
 
 
-@pytest.mark.covering("dp=2", "pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.usefixtures("silent_export", "dear_memory")
 @pytest.mark.slow

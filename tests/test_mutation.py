@@ -87,14 +87,12 @@ def check(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]) -
 
 @pytest.mark.covering("narrow", "expand of itself", "diagonal")
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.long
 def test_write_through_a_view(view: str):
     check(VIEWS[view], WRITES["mul_"])
 
 
 @pytest.mark.covering("masked_fill_", "setitem", "add_ of itself")
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.long
 def test_every_kind_of_write(write: str):
     check(VIEWS["two dims"], WRITES[write])
     check(VIEWS["none"], WRITES[write])
@@ -118,7 +116,6 @@ def test_precision_of_the_target_is_kept():
     check_against_module(program, model, loss, [torch.randn(2, 3)], tolerance=0.0)
 
 
-@pytest.mark.long
 def test_shape_changed_in_place():
     class Squeezes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +142,6 @@ class Halves(nn.Module):
         return torch.relu_(y).sum() + y.square().sum()
 
 
-@pytest.mark.long
 def test_a_value_put_in_between_changes_raw_export_but_no_program():
     """As a collective would be: what reads a value reads a copy of it instead."""
     model, loss, (one, two, batch) = (
@@ -197,7 +193,6 @@ class Assigns(nn.Module):
         return (y - self.mean).square().sum()
 
 
-@pytest.mark.long
 def test_a_buffer_that_is_assigned_is_updated():
     model, loss, batch = Assigns(), lambda model, batch: model(batch), torch.randn(4, 3)
     program = capture_module(model, loss, (batch, torch.randn(4, 3)))
@@ -215,7 +210,6 @@ def test_batch_is_not_written():
     assert torch.equal(value, loss(model, kept))
 
 
-@pytest.mark.long
 def test_two_tensors_written_at_once_are_refused():
     class Both(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -249,7 +243,6 @@ HIDDEN: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.covering("data", "no_grad, through a view")
 @pytest.mark.parametrize("write", HIDDEN)
-@pytest.mark.long
 def test_a_write_that_autograd_does_not_see_leaves_the_gradient(write: str):
     """As `GaussianNLLLoss` clamps variances, and as people mask scores through `.data`."""
     check(lambda y: y, HIDDEN[write])

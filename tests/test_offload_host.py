@@ -136,9 +136,7 @@ def test_twins_have_memory_in_an_update_alone(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.covering("dp=2,zero=1")
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "plan", few(["dp=2,zero=1", "dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])
-)
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
     plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

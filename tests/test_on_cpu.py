@@ -54,7 +54,6 @@ def test_strides_of_batch_norm(layout: str, training: bool):
 
 
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.long
 def test_strides_in_a_program_are_those_of_its_run():
     # Where masks are drawn in the order of memory, a part of a mask is cut by them.
     model, batch = nn.BatchNorm1d(4), torch.randn(6, 5, 4)
@@ -90,7 +89,6 @@ def test_workspace_of_a_recurrent_layer(shape: tuple[int, int, int, int], dtype:
 
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("num_samples", [1, 2])
-@pytest.mark.long
 def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_samples: int):
     """Views give dims of one element strides by which kernels choose: of a single sample the fake had
     channels last, and masks were drawn in that order."""

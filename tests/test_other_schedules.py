@@ -123,7 +123,6 @@ def test_interleaved_holds_less_where_a_group_is_incomplete(p: int, m: int, v: i
 @pytest.mark.parametrize(
     ("p", "m"), [(p, m) for p in (2, 3, 4, 8) for m in (8, 15, 16, 32) if m % max(1, m // p) == 0]
 )
-@pytest.mark.long
 def test_zb_h1_is_the_same_list(p: int, m: int):
     """What PyTorch calls ZB1P."""
     found = built_by(theirs.ScheduleInterleavedZeroBubble, "zb-h1", looped(p, 1), m)
@@ -135,7 +134,6 @@ def test_zb_h1_is_the_same_list(p: int, m: int):
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("m", few([1, 3, 8, 15, 16, 32], 4, pytest.mark.slow))
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.1, 0.7), (1.0, 1.4, 1.0)])
-@pytest.mark.long
 @pytest.mark.every
 def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[float, float, float]):
     found = built_by(theirs.ScheduleZBVZeroBubble, "zb-v", folded(p), m)

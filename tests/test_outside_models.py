@@ -127,7 +127,6 @@ def losses_of(job: Job, plan: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
-@pytest.mark.covering("dp=2-", "module", "embeddings")
 @pytest.mark.slow
 def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: str):
     before = values()
@@ -138,11 +137,9 @@ def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: 
         assert np.array_equal(was, now) and was.dtype == now.dtype
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-@pytest.mark.covering("dtype1-dp=2-a module", "dtype1-tp=2-a tensor as", "None-pp=2,microbatches=2-a module")
 @pytest.mark.slow
 def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan: str, kind: str):
     before = values()
@@ -152,7 +149,6 @@ def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
-@pytest.mark.covering("tp=2", "dp=2,zero=3")
 @pytest.mark.slow
 def test_a_model_that_a_script_has_built_is_trained_as_one_that_the_job_builds(plan: str):
     net = NETS["a module"]

@@ -141,7 +141,6 @@ def test_an_epoch_of_a_stream_ends_where_its_batches_do(drop_last: bool) -> None
 
 
 @pytest.mark.parametrize("plan", ["microbatches=3", "dp=2,microbatches=3,zero=2"])
-@pytest.mark.long
 def test_accumulation_over_batches_of_a_loader_is_one_larger_batch_in_microbatches(plan: str, tmp_path: Path):
     """Three batches of 4 a step: `(loss / 3).backward()` of each."""
 

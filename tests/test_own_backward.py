@@ -134,7 +134,6 @@ def batches(count: int) -> list[Tensor]:
     ],
     ids=["rounds", "clipped root", "gated", "gated by what has no gradient", "arguments left out"],
 )
-@pytest.mark.long
 def test_its_value_and_its_gradient_are_kept(apply: Any):
     model, loss, (one, two, *fresh) = nn.Linear(3, 3), loss_of(apply), batches(4)
     program = capture_module(model, loss, (one, two))
@@ -178,7 +177,6 @@ def test_a_call_whose_shape_depends_on_values_is_refused_for_that():
         )
 
 
-@pytest.mark.long
 def test_its_backward_is_tried_once_and_on_small_tensors():
     """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8
     million elements."""
@@ -203,7 +201,6 @@ def test_its_backward_is_tried_once_and_on_small_tensors():
     assert len(tried) == 3 and max(tried) <= MAX_TRIED
 
 
-@pytest.mark.long
 def test_a_function_for_one_shape_alone_is_tried_on_it():
     class Wide(Rounds):
         @staticmethod

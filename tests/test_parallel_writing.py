@@ -73,7 +73,6 @@ def divided(draw: st.DrawFn) -> tuple[Pieces, int]:
     return Pieces(shape, tuple(map(tuple, rows))), draw(st.integers(1, 3))
 
 
-@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(divided(), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]))
 @pytest.mark.slow
@@ -185,7 +184,6 @@ def test_checksums_are_of_the_files_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1", "dp=2,zero=3"])
 def test_ranks_of_several_hosts_save_the_same_files(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,6 @@ def test_gpipe_keeps_every_microbatch():
         assert sixteen[rank] == four[rank] + 12 * one and many[rank] == four[rank] + 60 * one
 
 
-@pytest.mark.covering("zb-h1", "interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
 @pytest.mark.slow
 def test_others_keep_as_much_for_any_number_of_microbatches(schedule: str):

@@ -98,31 +98,11 @@ GRID = "dp=2,pp=2,tp=2,microbatches=2"
 @pytest.mark.parametrize(
     ("model", "optimizer", "saved", "resumed"),
     [
-        pytest.param(
-            "gpt",
-            "adamw",
-            f"{GRID},zero=1",
-            ("tp=4,microbatches=4", "dp=1,microbatches=4"),
-            marks=pytest.mark.slow,
-        ),
+        ("gpt", "adamw", f"{GRID},zero=1", ("tp=4,microbatches=4", "dp=1,microbatches=4")),
         ("cnn", "sgd", "pp=2,microbatches=4,schedule=zb-v", (GRID, "dp=4,zero=1")),
-        pytest.param(
-            "gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "gpt",
-            "muon",
-            f"{GRID},zero=1",
-            ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "unused_twice",
-            "adamw",
-            f"{GRID},schedule=interleaved",
-            ("tp=2,microbatches=4", "dp=4"),
-            marks=pytest.mark.slow,
-        ),
+        ("gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4")),
+        ("gpt", "muon", f"{GRID},zero=1", ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1")),
+        ("unused_twice", "adamw", f"{GRID},schedule=interleaved", ("tp=2,microbatches=4", "dp=4")),
     ],
 )
 @pytest.mark.slow

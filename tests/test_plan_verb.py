@@ -48,7 +48,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_all_plans_are_priced_and_one_is_recommended(measured: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", FILE, "--ranks", "2", "--json", "-"]) == 0
@@ -72,7 +71,6 @@ def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.usefixtures("without_job_files")
 def test_a_second_start_captures_nothing(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -237,7 +235,6 @@ job = ml.Job(
 """
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

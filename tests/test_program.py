@@ -28,7 +28,6 @@ def batches(model: str, count: int, size: int = 6) -> list[Any]:
     ]
 
 
-@pytest.mark.long
 def test_text_of_a_small_program():
     class Small(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +85,6 @@ def test_programs_are_read_once_per_shape_and_mode():
         programs.capture(six[:1], training=True)
 
 
-@pytest.mark.long
 def test_loss_with_a_number_beside_it():
     model = nn.Linear(3, 2)
     loss = lambda model, batch: (model(batch).sum(), (batch > 0).sum().item(), batch.shape[0])  # noqa: E731
@@ -111,7 +109,6 @@ def test_grad_mode_and_contexts_are_put_back_after_an_error():
         assert not torch.is_grad_enabled()
 
 
-@pytest.mark.long
 def test_a_draw_can_be_repeated_by_its_number():
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     program = capture_module(

@@ -339,7 +339,6 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
     assert sizes[:2] == [32, 32] and len(many[0]["x"]) == 160
 
 
-@pytest.mark.covering("pp=2,tp=2")
 @pytest.mark.parametrize(
     "plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"]
 )

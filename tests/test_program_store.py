@@ -57,8 +57,6 @@ def in_bags(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.covering("pp=2,tp=2")
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
 @pytest.mark.slow
 def test_bags_with_offsets_equal_one_device(plan: str):
@@ -71,7 +69,6 @@ def test_bags_with_offsets_equal_one_device(plan: str):
     equals_one_device(job_of(in_bags, loss), plan, steps=3)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_dataclass_that_is_defined_in_a_function_is_a_batch():
     """ "Can't pickle local object": no name leads to it on another rank."""

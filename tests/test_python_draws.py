@@ -178,9 +178,7 @@ def leaf_job(model: Any = Jittered, **settings: Any) -> Job:
     return job_of(model, class_loss, **sgd, leaves=[Jitter], **settings)
 
 
-@pytest.mark.parametrize(
-    "plan", ["tp=2,microbatches=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("plan", ["tp=2,microbatches=2", "pp=2,microbatches=2"])
 @pytest.mark.long
 def test_leaves_draw_in_programs_as_they_do_on_replicas(plan: str) -> None:
     check_equal(trained(leaf_job(), plan), trained(leaf_job(), "microbatches=2"))

@@ -19,7 +19,6 @@ from tests.jobs import make_job
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
-@pytest.mark.covering("pp=2,microbatches=2,schedule=interleaved")
 @pytest.mark.parametrize(
     "text",
     [
@@ -62,7 +61,6 @@ def cut(reading: Reading, plan: Plan, sizes: list[int]) -> CutChoice:
     return choose_stages(reading.program, reading.costs, plan, rates_here("cpu", plan.pp), sizes)
 
 
-@pytest.mark.long
 def test_what_shapes_do_not_tell_is_refused():
     readings = Readings(make_job("gpt", "adamw"))
     with pytest.raises(PlanError, match="What ranks of exchange=async hold is not known by shapes alone"):

@@ -83,7 +83,6 @@ def calls(account: DivisionAccount) -> int:
     return sum(count * row.times for row in account.rows for _, (count, _) in row.sent)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.slow
 def test_an_account_says_whose_rates_it_was_chosen_with(home: Path):

@@ -110,7 +110,6 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
 
 @pytest.mark.covering("checkpointed", "noise", "in_place")
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.long
 def test_own_models_are_the_same_bit_for_bit(name: str):
     """Autocast with cached casts, buffers that are read before and after they change, every kind of draw,
     fused recurrent layers."""
@@ -127,15 +126,8 @@ def test_own_models_are_the_same_bit_for_bit(name: str):
         assert not differences(program, with_recomputation(program, how), build, batches), how
 
 
-@pytest.mark.covering("u_net")
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16 autocast", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=() if each in ("gpt2", "u_net", "llama") else pytest.mark.slow)
-        for each in CASES
-    ],
-)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
 def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
     """Followed while the program runs on real tensors; the loss itself, four bytes, is no activation."""
@@ -180,7 +172,6 @@ def test_the_prediction_adds_up_and_runs_no_product_again_under_selective():
     assert recomputed(program, of_nodes, "none").seconds == 0
 
 
-@pytest.mark.long
 def test_segments_are_all_of_the_program_and_about_as_many_as_the_root_of_a_chain():
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -226,7 +217,6 @@ def test_nothing_is_left_when_backward_is_done():
             gc.enable()
 
 
-@pytest.mark.long
 def test_without_gradients_it_is_the_plain_program():
     program, build, batches = family("conv2d")
     model = build()
@@ -262,7 +252,6 @@ def test_backward_may_run_twice():
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
 
 
-@pytest.mark.covering("full")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.slow
 def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):

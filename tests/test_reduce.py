@@ -60,7 +60,6 @@ def errors_of(report: Report, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES)
-@pytest.mark.long
 def test_gradients_are_one_devices_but_for_their_rounding(model: str, plan: str):
     report = verified(job_of(model), plan)
     assert report.passed, [str(each) for each in report.worst()]
@@ -77,7 +76,6 @@ def test_it_goes_together_with_a_precision(plan: str, precision: str):
     assert report.passed, [str(each) for each in report.worst()]
 
 
-@pytest.mark.long
 def test_gradients_in_float64_are_not_rounded():
     report = verified(job_of("mlp"), "dp=2,zero=1", dtype=torch.float64)
     assert report.passed and max(errors_of(report, "gradient")) < 1e-12
@@ -110,7 +108,6 @@ def test_float32_is_the_default_of_gradients_in_float32():
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
-@pytest.mark.long
 def test_half_gradients_travel_in_float32(plan: str):
     """A job of its own in bfloat16: sums of several replicas are rounded once, not on the way."""
     made = job_of("mlp")
@@ -134,7 +131,6 @@ def test_half_gradients_travel_in_float32(plan: str):
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan == "dp=2,zero=3" else pytest.mark.slow) for plan in PLANS]
 )
-@pytest.mark.long
 def test_bytes_are_as_predicted_and_gradients_half(plan: str):
     found: list[int] = []
     for reduce in ("own", "bf16"):
@@ -189,7 +185,6 @@ def test_a_sum_of_copies_is_cast_as_torch_casts():
     assert torch.float64 in travelling.NEVER_CAST
 
 
-@pytest.mark.long
 def test_a_planted_bug_is_caught(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     assert not verified(JOBS["weighted"](), "dp=2", steps=2).passed

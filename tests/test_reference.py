@@ -189,7 +189,6 @@ def test_tied_parameters_are_listed_once():
     assert "head.weight" not in step_of(reference).gradients
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_looking_back_changes_nothing():
     job, plan = make_job("cnn", "adamw"), Plan(dp=2, microbatches=2)

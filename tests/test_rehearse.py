@@ -98,7 +98,6 @@ def test_ranks_that_share_memory_hand_over_what_was_rehearsed(
     capfd.readouterr()
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_has_its_exchange_its_update_and_the_actions_of_its_rank():
     job = make_job("gpt", "sgd")

@@ -96,19 +96,17 @@ def sizes(directory: Path) -> dict[str, int]:
 # --- Runs.
 
 
-@pytest.mark.covering("dp=2,zero=1", "tp=2", "dp=3", "dp=2,exchange=diloco")
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
         ("dp=2,zero=1", 2),
-        pytest.param("dp=2", 2, marks=pytest.mark.slow),
-        pytest.param("tp=2", 2, marks=pytest.mark.long),
-        pytest.param("pp=2", 2, marks=pytest.mark.long),
-        pytest.param("dp=3,exchange=server,servers=2", 3, marks=pytest.mark.long),
-        pytest.param("dp=2,exchange=diloco,local_steps=2", 2, marks=pytest.mark.long),
+        ("dp=2", 2),
+        ("tp=2", 2),
+        ("pp=2", 2),
+        ("dp=3,exchange=server,servers=2", 3),
+        ("dp=2,exchange=diloco,local_steps=2", 2),
     ],
 )
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(
     plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,10 +148,7 @@ LOADS_NOTHING = Loader(weight=lambda *_: None, state=lambda *_: None, finish=lam
 
 
 @pytest.mark.covering("dp=2")
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 @pytest.mark.long
 def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=2)
@@ -269,15 +264,7 @@ VERSION_1 = (
 
 
 @pytest.mark.covering("dp=2", "pp=2")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=1",
-        "dp=2",
-        pytest.param("tp=2", marks=pytest.mark.long),
-        pytest.param("pp=2", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2"])
 @pytest.mark.long
 def test_a_checkpoint_of_an_older_release_is_resumed_under_any_plan(plan: str) -> None:
     job = make_job("mlp", "adamw", steps=4)
@@ -371,13 +358,12 @@ def _squares(model: nn.Module, values: Tensor) -> Tensor:
     ("plan", "reads"),
     [
         ("tp=2", False),
-        pytest.param("tp=2", True, marks=pytest.mark.slow),
+        ("tp=2", True),
         ("dp=2,zero=3", True),
-        pytest.param("dp=2,zero=3", False, marks=pytest.mark.slow),
-        pytest.param("pp=2,microbatches=2", False, marks=pytest.mark.slow),
+        ("dp=2,zero=3", False),
+        ("pp=2,microbatches=2", False),
     ],
 )
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_checkpoint_gives_is_not_drawn_first(
     plan: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,6 @@ def in_float64(job: Job, plan: Plan) -> Mapping[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_one_device(monkeypatch):
     monkeypatch.setattr("meshloom.verify.comparison_run.ComparisonRun", _Streamed)
     # sums of two halves round otherwise than whole ones, however many threads there are

@@ -202,7 +202,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(machine(transport=transport, name=path.name.removesuffix("-cpu.json")), path)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured")
 def test_plans_are_priced_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -38,7 +38,6 @@ def program() -> Program:
     return capture_module(Net(), lambda model, batch: model(batch).softmax(-1).sum(), batches)
 
 
-@pytest.mark.long
 def test_operators_are_on_the_curve_of_their_kind(program: Program):
     prices = costs(program)
     found = {node.operator.partition(".")[0]: kind_of(node, prices[node.name]) for node in program.nodes}
@@ -78,7 +77,6 @@ def test_the_seconds_are_those_of_work_over_rate(program: Program):
     assert found.backward == pytest.approx(backward, rel=1e-6)
 
 
-@pytest.mark.long
 def test_what_takes_no_gradient_has_no_backward(program: Program):
     frozen = capture_module(
         Net().requires_grad_(False),

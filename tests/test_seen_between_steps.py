@@ -59,14 +59,12 @@ def test_the_rate_of_the_first_group_for_all(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_rightly_kept_checkpoints_are_a_line():
     report = verified(kept())
     assert report.passed and "Which of 4 checkpoints are kept: equal" in lines_of(report)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_one_checkpoint_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     right: Any = saving._commit  # pyright: ignore[reportPrivateUsage]
@@ -81,7 +79,6 @@ def test_the_oldest_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch):
     check_seen(verified(job()), "With keep_checkpoints=2, ")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_best_is_the_newest(monkeypatch: pytest.MonkeyPatch):
     def after(self: BestMetric, step: int, metrics: dict[str, float]) -> BestMetric:

@@ -46,7 +46,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ("model", "optimizer", "servers"),
     [("cnn", "sgd", 1), ("gpt", "adamw", 3), ("unused_twice", "muon", 1), ("branch", "adafactor", 2)],
 )
-@pytest.mark.long
 def test_one_worker_is_one_device_bit_for_bit(
     model: str, optimizer: str, servers: int, tmp_path: Path
 ) -> None:
@@ -177,7 +176,6 @@ def say(address: str, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("texts", "messages"), [(300, 300), pytest.param(10_000, 10_000, marks=pytest.mark.slow)]
 )
-@pytest.mark.long
 def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=40)
     disturbing = threading.Event()

@@ -31,7 +31,6 @@ COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrise
 @pytest.mark.parametrize(
     "name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
 )
-@pytest.mark.long
 def test_text_is_that_of_the_program_read_from_batches(name: str):
     job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
     text = capture(job, (batches[0], batches[1])).describe()
@@ -58,7 +57,6 @@ def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
 
 
 @pytest.mark.parametrize(("training", "dtype"), [(True, torch.float64), (False, torch.bfloat16)])
-@pytest.mark.long
 def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
     job, batches = job_of(*OWN["in_place"][:2]), batches_of(OWN["in_place"])
     by_shapes = capture_shapes(job, batches[0], training=training, dtype=dtype)
@@ -70,7 +68,6 @@ def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
     )
 
 
-@pytest.mark.long
 def test_it_says_that_it_has_no_values_and_cannot_be_run():
     job, (batch, other) = job_of(*OWN["slice_writes"][:2]), batches_of(OWN["slice_writes"])
     program = capture_shapes(job, batch)
@@ -101,7 +98,6 @@ class Placed(nn.Module):
 
 @pytest.mark.covering("placed", "tied")
 @pytest.mark.parametrize("name", ["recurrent", "tied", "placed"])
-@pytest.mark.long
 def test_a_device_that_is_not_there(name: str):
     model = OWN[name] if name in OWN else (Placed, OWN["tied"][1], OWN["recurrent"][2])
     job, batch = job_of(*model[:2]), batches_of(model)[0]
@@ -132,7 +128,6 @@ def test_autocast_on_a_device_that_is_not_there():
     assert [str(node) for node in here[0].outputs] == ["float32[4, 2]"]
 
 
-@pytest.mark.long
 def test_reading_leaves_generators_and_the_batch_alone():
     batch = batches_of(OWN["noise"])[0]
     before, states = batch["x"].clone(), (torch.get_rng_state(), random.getstate())
@@ -192,13 +187,11 @@ class Looks(nn.Module):
         return self.first(x) * self.scale + self.largest + self.table
 
 
-@pytest.mark.long
 def test_what_a_constructor_reads_of_large_tensors_is_one_devices():
     job, batch = job_of(Looks), {"x": torch.ones(2, 100)}
     assert capture_shapes(job, batch).describe() == capture(job, (batch, batch)).describe()
 
 
-@pytest.mark.long
 def test_what_a_program_would_freeze_is_refused():
     class Counts(nn.Linear):
         steps = 0
@@ -219,7 +212,6 @@ def test_what_a_program_would_freeze_is_refused():
         capture_shapes(job_of(lambda: 3), {"x": torch.ones(4, 3)})
 
 
-@pytest.mark.long
 def test_threads_read_one_after_another():
     def work(number: int) -> str:
         job = job_of(lambda: nn.Linear(3, 2))

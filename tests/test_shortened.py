@@ -106,7 +106,6 @@ def unshared(program: Program) -> dict[str, Any]:
         return _costs(program)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: Program):
     short = shortened(stack)
@@ -210,8 +209,6 @@ class Steps(nn.Module):
         )
 
 
-@pytest.mark.covering("stack", "views")
-@pytest.mark.long
 @pytest.mark.parametrize("form", ["stack", "cat", "slices", "views", "twice", "last"])
 @pytest.mark.slow
 def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, whole: Any):
@@ -236,7 +233,6 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
     )
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_blocks_whose_results_are_joined_are_found_of_four():
     program = program_of(lambda: Stack(9, of_all))
@@ -273,10 +269,7 @@ DEEP = {
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in DEEP]
-)
+@pytest.mark.parametrize("name", DEEP)
 def test_costs_of_families_are_those_of_all_of_their_blocks(name: str, whole: Any):
     kind, settings = DEEP[name]
     model = from_transformers(

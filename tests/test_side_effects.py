@@ -42,7 +42,6 @@ def of_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"]) + 0.1 * model.features["first"].square().mean()
 
 
-@pytest.mark.covering("plain")
 @pytest.mark.parametrize("how", ["reentrant", "plain", "sequential"])
 @pytest.mark.slow
 def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:

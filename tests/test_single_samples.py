@@ -120,7 +120,6 @@ def test_a_program_has_right_gradients(norm: str):
     assert not all(map(torch.allclose, *found))
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize(
     "plan",
@@ -155,7 +154,6 @@ class Function(nn.Module):
         return F.batch_norm(x, None, None, self.weight, training=True)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("plan", ["tp=2,microbatches=3", "pp=2,microbatches=3"])
 @pytest.mark.parametrize(
@@ -163,7 +161,6 @@ class Function(nn.Module):
     [partial(Projected, nn.BatchNorm2d), partial(Called, nn.BatchNorm2d)],
     ids=["a norm", "a function"],
 )
-@pytest.mark.covering("a norm-tp")
 @pytest.mark.slow
 def test_leaves_have_right_gradients(model: Any, plan: str):
     job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))

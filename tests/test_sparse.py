@@ -20,7 +20,6 @@ from meshloom.core.job import Job
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
-from tests.covering import few
 
 # torch's, of its own Adagrad and SparseAdam
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -141,16 +140,9 @@ def _read(trainer: Trainer) -> list[Any]:
 @pytest.mark.covering(
     "SparseAdam-rows", "SGD-rows-dp=2,zero=3", "SGD-most-dp=2,zero=1", "Adagrad-most-dp=3,exchange=server"
 )
-@pytest.mark.parametrize("plan", few(PLANS, 2))
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("size", list(SIZES))
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        "SparseAdam",
-        pytest.param("SGD", marks=pytest.mark.long),
-        pytest.param("Adagrad", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD", "Adagrad"])
 @pytest.mark.long
 def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> None:
     """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused.
@@ -169,7 +161,6 @@ def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_rows_and_not_the_table_travel_along_dp() -> None:
     """300 rows of 5 and of 3 elements, of which a replica uses at most 12."""
     _, summary = trained(job("SGD", steps=2), "dp=2,tp=2")
@@ -178,7 +169,6 @@ def test_rows_and_not_the_table_travel_along_dp() -> None:
     assert 2 * sum(summary.counted.bytes["dp"].values()) < sum(dense.counted.bytes["dp"].values())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
 @pytest.mark.slow
 def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str) -> None:
@@ -192,7 +182,6 @@ def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str
             )
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_not_possible_is_refused_by_name() -> None:
     with pytest.raises(
@@ -213,7 +202,6 @@ def test_what_is_not_possible_is_refused_by_name() -> None:
             trained(replace(job("SparseAdam"), model=lambda: Tied(300)), plan)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:

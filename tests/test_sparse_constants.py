@@ -71,8 +71,6 @@ def job(operator: str = "sparse.mm") -> Job:
 BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, NODES, dtype=torch.long)}
 
 
-@pytest.mark.covering("sparse.mm-tp=2", "@-dp=2", "@-pp=2,cuts=two,recompute")
-@pytest.mark.long
 @pytest.mark.parametrize(
     "plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"]
 )
@@ -126,8 +124,6 @@ class Normalised(GCN):
         return super().forward(x)
 
 
-@pytest.mark.covering("dp=1", "dp=2,zero=3", "pp=2")
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "layout"),
     [
@@ -151,7 +147,6 @@ def test_programs_know_one_sparse_layout():
         Trainer(normalised, "tp=2", devices="simulated")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_checkpoints_leave_it_out_and_resume(tmp_path: Path):
     normalised = replace(job(), model=Normalised, steps=2)

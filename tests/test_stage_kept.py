@@ -22,8 +22,6 @@ from tests.test_apart import read
 from tests.zero_three_jobs import unit_job
 
 
-@pytest.mark.long
-@pytest.mark.covering("cnn-3")
 @pytest.mark.parametrize(("name", "num_ranks"), [("gpt", 4), ("cnn", 3)])
 @pytest.mark.slow
 def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int) -> None:

@@ -57,7 +57,6 @@ def check(ran: Ran) -> None:
     assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
 
 
-@pytest.mark.covering("3-gpt", "2-cnn", "1-mlp")
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
 @pytest.mark.parametrize("cut", range(1, 4))
 @pytest.mark.slow
@@ -76,7 +75,6 @@ def test_cut_anywhere(model: str, cut: int):
     check(run_pipeline(subject, make_schedule("1f1b", 2, 2), at))
 
 
-@pytest.mark.covering("far-1f1b", "near-zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("first", ["near", "far"])
 @pytest.mark.slow
@@ -101,16 +99,7 @@ def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first
     check(run_pipeline(subject, make_schedule(schedule, 3, 2), cut))
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "1f1b",
-        "interleaved",
-        "zb-v",
-        pytest.param("gpipe", marks=pytest.mark.slow),
-        pytest.param("zb-h1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "gpipe", "zb-h1"])
 @pytest.mark.slow
 def test_what_is_alive_and_what_is_sent(schedule: str):
     """No more than the schedule's bound is alive, and what is sent is forward bytes plus those of the
@@ -224,7 +213,6 @@ def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):
         choose_cuts(program, costs(program), **settings)
 
 
-@pytest.mark.long
 def test_given_cuts_are_where_the_modules_begin():
     program = family("llama", 1, even=True).programs[0]
     choice = choose_cuts(program, costs(program), 2, cuts=["model.layers.1"])
@@ -233,7 +221,6 @@ def test_given_cuts_are_where_the_modules_begin():
             assert choice.stage_of[node.name] == int(node.path.startswith("model.layers.1"))
 
 
-@pytest.mark.long
 def test_a_program_of_one_stage_is_itself():
     job = make_job("mlp", "sgd")
     data = job.data()
@@ -257,7 +244,6 @@ class _Sums(nn.Module):
         return (rows * 0.5).mean() + total * 0.1
 
 
-@pytest.mark.long
 def test_values_that_cross_may_be_called_as_functions_of_python_are():
     """A stage's operand `sum` was written over another one, `sum_1`, as the function that runs its program
     cannot call an argument `sum`."""
@@ -290,7 +276,6 @@ class _Shared(nn.Module):
         return self.first(self.second(self.norm(self.first(x)))).sum()
 
 
-@pytest.mark.long
 def test_who_uses_a_parameter_or_buffer():
     model = _Shared().train()
     program = capture_module(model, lambda model, batch: model(batch), (torch.randn(3, 4), torch.randn(3, 4)))

@@ -20,7 +20,6 @@ from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
-from tests.covering import few
 
 
 def at_step(step: int, act: Callable[[], None]) -> Listener:
@@ -37,7 +36,7 @@ def interrupted_twice() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,exchange=local_sgd,local_steps=2"])
-@pytest.mark.parametrize("number", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.long
 def test_a_signal_saves_first_and_the_run_goes_on_from_there(
     number: signal.Signals, plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -193,11 +192,8 @@ def test_a_process_that_was_forked_ends_as_it_is_told(tmp_path: Path) -> None:
     assert not requests.received
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.parametrize(
-    "asked", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("asked", [0, 3, 6])
 @pytest.mark.slow
 def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_path: Path) -> None:
     """Ranks are told one after another, and some may not be told at all."""

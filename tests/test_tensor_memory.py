@@ -79,7 +79,6 @@ def test_no_rank_keeps_parameters_as_the_model_was_built_with_them():
         assert not [each for each in here if tuple(each.shape) in whole and num_bytes([each])]
 
 
-@pytest.mark.long
 def test_reading_leaves_no_parameters_behind():
     """torch.export left the model that it read in reference cycles: half as much again on rank 0, until
     Python happened to collect them."""
@@ -99,7 +98,6 @@ def test_reading_leaves_no_parameters_behind():
     assert not [each for each in built if each() is not None]
 
 
-@pytest.mark.long
 def test_a_model_that_the_job_builds_anew_is_compared_without_a_copy():
     class Uncopied(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:

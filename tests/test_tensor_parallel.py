@@ -66,7 +66,6 @@ class SharedValues(nn.Module):
         return self.o(heads.transpose(1, 2).flatten(2)) + self.u(torch.tanh(beside))
 
 
-@pytest.mark.covering("linear")
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.slow
 def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
@@ -110,7 +109,6 @@ def test_tables_of_bags_are_divided_by_rows():
     assert max(report.owned) < 0.97
 
 
-@pytest.mark.long
 def test_what_is_divided_takes_less_of_every_rank():
     with keyed(make_job("mlp", "adamw"), "tp=2,tp_placements=first:column+second:row") as trainer:
         one, other = trainer.replicas
@@ -159,7 +157,6 @@ def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
                 assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.long
 def test_what_cannot_be_read_is_refused_with_the_users_line():
     with pytest.raises(
         CaptureError, match=r"jobs.py:\d+ .*Plans with dp and zero alone run the module as it is"

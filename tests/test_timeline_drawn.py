@@ -309,14 +309,7 @@ def test_nothing_that_is_written_overlaps_or_leaves_the_picture(name: str):
             )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("1f1b", marks=pytest.mark.long),
-        "zb-h1",
-        pytest.param("interleaved", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
 @pytest.mark.slow
 def test_labels_lie_in_their_boxes(name: str):
     pytest.importorskip("matplotlib")
@@ -343,7 +336,6 @@ def test_labels_lie_in_their_boxes(name: str):
         ), label.get_text()
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_svg_is_xml_and_the_same_each_time(tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -26,7 +26,6 @@ from meshloom.core.job import Job
 from meshloom.telemetry.progress import Listener
 from meshloom.train.from_torch.torch_checkpoint import TorchCheckpoint
 from meshloom.train.trainer import Trainer
-from tests.covering import few
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.saving_jobs import names_in
@@ -89,8 +88,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6)  # float32, another order of sums
 
 
-@pytest.mark.covering("dp=3,zero=1", "pp=2")
-@pytest.mark.parametrize("plan", few(PLANS, 2))
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_own_export(
     plan: str, run: Path, longer: dict[str, torch.Tensor], tmp_path: Path
@@ -142,8 +140,7 @@ def save_from_one_device(run: Path, directory: Path, **changes: Any) -> Path:
     return directory / "theirs"
 
 
-@pytest.mark.covering("dp=2,zero=3", "tp=2")
-@pytest.mark.parametrize("plan", few(PLANS))
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_users_program(
     plan: str, run: Path, longer: dict[str, torch.Tensor], tmp_path: Path

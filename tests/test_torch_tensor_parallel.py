@@ -329,7 +329,6 @@ def test_mlp(hidden: int, out: int, samples: int, num_ranks: int):
 
 
 @pytest.mark.parametrize(("hidden", "samples", "num_ranks"), [(16, 8, 4), (17, 7, 3)])
-@pytest.mark.long
 def test_mlp_between_parts_of_the_samples(hidden: int, samples: int, num_ranks: int):
     """Sequence parallelism: input and output lie divided by samples. A norm behind the MLP wants them so."""
     batch = normal(samples, 10, weights=(samples, 10))
@@ -357,7 +356,6 @@ def test_transformer(width: int, heads: int, vocabulary: int, num_ranks: int):
     assert found.backward == {"all_reduce": 5}  # so are the gradients of the inputs of q, k and v
 
 
-@pytest.mark.long
 def test_transformer_without_pins():
     found = divide(
         Transformer,
@@ -401,7 +399,6 @@ def test_transformer_with_sequence_parallelism(width: int, heads: int, vocabular
         ),
     ],
 )  # fmt: skip
-@pytest.mark.long
 def test_transformer_that_is_trained_in_part(
     trained: tuple[str, ...] | None, sequence: bool, backward: Counts, at_the_end: int
 ):
@@ -418,7 +415,6 @@ def test_both_layers_by_columns():
     assert_within(found.backward, {"all_reduce": 1})
 
 
-@pytest.mark.long
 def test_linear_by_columns():
     build = lambda: Given(nn.Linear(16, 24), 8, 16)  # noqa: E731
     batch = normal(8, 16, weights=(8, 24))
@@ -429,7 +425,6 @@ def test_linear_by_columns():
     assert found.forward == {"all_gather": 1} and found.kept == {"reduce_scatter": 1}
 
 
-@pytest.mark.long
 def test_linear_by_rows():
     found = divide(
         lambda: Given(nn.Linear(16, 10), 9, 16), total_and_output, normal(9, 16), module="row", input="dim1"
@@ -453,7 +448,6 @@ def test_embedding_by_columns_and_by_rows():
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.long
 def test_norm_of_parts_of_the_sequence(affine: bool):
     build = lambda: Given(nn.LayerNorm(12, elementwise_affine=affine), 20, 32, 12)  # noqa: E731
     found = divide(build, weighed, normal(20, 32, 12, weights=(20, 32, 12)), rates=VOLUME_COSTS, input="dim1")
@@ -472,7 +466,6 @@ def test_norm_of_parts_of_the_sequence(affine: bool):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize(("shape", "num_ranks"), [((8, 16), 4), ((8, 16, 12), 4), ((5, 7, 3), 3)])
-@pytest.mark.long
 def test_loss_parallel(
     shape: tuple[int, ...], num_ranks: int, reduction: str, weighted: bool, smoothing: float
 ):

@@ -79,7 +79,6 @@ def same(one: Program, other: Program) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL]
 )
-@pytest.mark.long
 def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
     job, (batch, other) = job_of(*ALL[name][:2]), batches_of(ALL[name])
     seed_everything(0)
@@ -105,7 +104,6 @@ def test_what_arrives_of_a_family_is_the_program(name: str):
     same(unpack(pack(program)), program)
 
 
-@pytest.mark.long
 def test_a_program_by_shapes_travels_too():
     program = capture_shapes(
         job_of(*OWN["slice_writes"][:2]),

@@ -31,9 +31,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return model(input_ids=batch["x"], labels=batch["x"], use_cache=False).loss
 
 
-@pytest.mark.covering("tp=2")
-@pytest.mark.long
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2", pytest.param("dp=2,zero=1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1"])
 @pytest.mark.slow
 def test_from_pretrained_of_a_checkpoint_gives_equal_outputs(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

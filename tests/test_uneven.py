@@ -26,7 +26,6 @@ from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
-from tests.covering import few
 from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
@@ -68,8 +67,7 @@ def plain_loop(job: Job, steps: int) -> tuple[list[float], nn.Module]:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    few(["dp=3,microbatches=2,zero=1", "dp=3", "dp=3,exchange=server,servers=2", "dp=3,compress=topk:1"]),
+    "plan", ["dp=3,microbatches=2,zero=1", "dp=3", "dp=3,exchange=server,servers=2", "dp=3,compress=topk:1"]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.long
@@ -85,8 +83,7 @@ def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned
             torch.testing.assert_close(state[name].cpu(), value, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("model", "optimizer"), few([("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")]))
+@pytest.mark.parametrize(("model", "optimizer"), [("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")])
 @pytest.mark.slow
 def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer: str) -> None:
     job = make_job(model, optimizer, steps=5)
@@ -253,7 +250,6 @@ def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MapReader, "_cut", late)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("plant", "plan", "passes", "fails"),
     [

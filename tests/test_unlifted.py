@@ -117,14 +117,9 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan", "rates"),
-    [
-        (Mixed, "tp=2", TALKING),
-        pytest.param(partial(Mixed, low=False), "tp=2", TALKING, marks=pytest.mark.slow),
-        (Uneven, "pp=2", COMPUTING),
-    ],
+    [(Mixed, "tp=2", TALKING), (partial(Mixed, low=False), "tp=2", TALKING), (Uneven, "pp=2", COMPUTING)],
 )
 def test_what_float64_verifies_is_what_is_trained(
     model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +136,6 @@ def test_what_float64_verifies_is_what_is_trained(
     assert chosen(job, plan, torch.float64) != trained  # by the prices of float64
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch: pytest.MonkeyPatch):
     """A part of a sum goes through `.float()` in float32, where it changes nothing; in float64 it rounds, and
@@ -187,7 +181,6 @@ def test_the_digest_of_what_float64_verifies_is_that_of_training():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_model_that_does_something_else_in_each_precision_has_no_program_in_its_own():
     def build(dtype: torch.dtype | None) -> Program:
         return capture_shapes(job, batch, dtype=dtype)

@@ -19,7 +19,6 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
 from meshloom.program.store.captured_loss import CapturedLoss
-from tests.covering import few
 from tests.opaque_jobs import WIDTH, Net, Readable, data, job_of
 from tests.verified import report_on
 
@@ -136,7 +135,7 @@ def equal(job: Job, plan: str) -> bool:
     return report.passed
 
 
-@pytest.mark.parametrize("name", few(FOUND, 4, pytest.mark.slow))
+@pytest.mark.parametrize("name", FOUND)
 @pytest.mark.slow
 def test_the_module_of_a_hook_that_no_program_has_is_a_leaf(name: str) -> None:
     model, part = FOUND[name]

@@ -46,7 +46,6 @@ def test_a_model_that_one_device_cannot_hold_is_refused(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.long
 def test_older_objects_are_looked_through_once_and_a_callers_freeze_stays(frozen: bool):
     gc.unfreeze()
     try:

@@ -33,7 +33,6 @@ def rows(directory: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_file_has_what_the_records_have(tmp_path: Path):
     """On a simulated mesh, along tp and pp."""
     words = ["train", FILE, "--plan", "pp=2,tp=2", "--devices", "simulated", "--out", str(tmp_path / "run")]

@@ -156,10 +156,8 @@ def test_who_means_it_gets_more_ranks() -> None:
         ("dp=16", "leaves 4 of dp=16 replicas without any"),
         ("dp=5,microbatches=2", ""),
         ("dp=2,microbatches=7", "fills 12 of 14 chunks"),
-        pytest.param("tp=31", "tp=31 divides no parameter of the model", marks=pytest.mark.long),
-        pytest.param(
-            "pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters", marks=pytest.mark.long
-        ),
+        ("tp=31", "tp=31 divides no parameter of the model"),
+        ("pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters"),
     ],
 )
 @pytest.mark.long
@@ -197,7 +195,6 @@ def _with_dropout(plan: str, found: dict[str, list[float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_trainers_of_several_threads_do_not_disturb_each_other() -> None:
     """They seed and draw from the same generators, so that each got some of the other's draws."""
     alone: dict[str, list[float]] = {}

@@ -46,16 +46,7 @@ QUICK = ("decayed", "saved")
 LONG = ("shuffled", "recomputed_reentrant", "again", "inside")
 
 
-@pytest.mark.covering("inside")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            kind, marks=() if kind in QUICK else pytest.mark.long if kind in LONG else pytest.mark.slow
-        )
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_parameters_are_there_wherever_a_loss_uses_them(kind: str) -> None:
     for plan in ("dp=2,zero=3,microbatches=2",) + (
@@ -225,7 +216,6 @@ def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch:
     assert min(len(each) for each in casts.values()) >= 2 * 2 * 4  # steps, layers of a block, blocks
 
 
-@pytest.mark.covering("tied-dp=2,zero=3", "again-dp=2,zero=3")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
@@ -265,15 +255,14 @@ def test_casts_of_a_frozen_base_do_not_outlive_the_operator_that_makes_them(
     assert len(kept) >= 2 * 2 * (2 * 4 - 1)
 
 
-@pytest.mark.covering("adamw-dp=1", "muon")
 @pytest.mark.parametrize(
     ("optimizer", "plan"),
     [
         ("adamw", "dp=3,zero=3"),
-        pytest.param("adamw", "dp=1", marks=pytest.mark.long),
-        pytest.param("muon", "dp=2,zero=1", marks=pytest.mark.long),
-        pytest.param("adafactor", "dp=4,zero=3", marks=pytest.mark.slow),
-        pytest.param("sgd", "dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
+        ("adamw", "dp=1"),
+        ("muon", "dp=2,zero=1"),
+        ("adafactor", "dp=4,zero=3"),
+        ("sgd", "dp=2,pp=2,microbatches=2"),
     ],
 )
 @pytest.mark.slow

@@ -38,11 +38,11 @@ def test_one_operator_uses_several_units() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,zero=3,microbatches=4,recompute=full", marks=pytest.mark.long),
-        pytest.param("dp=2,pp=2,zero=3,microbatches=4", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe", marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=3,recompute=selective", marks=pytest.mark.slow),
+        f"dp=2,{BLOCKS},zero=3,microbatches=2",
+        "dp=2,pp=2,zero=3,microbatches=4,recompute=full",
+        "dp=2,pp=2,zero=3,microbatches=4",
+        "dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe",
+        "dp=2,zero=3,recompute=selective",
     ],
 )
 def test_nobody_holds_more_than_slices_the_rest_and_two_units(

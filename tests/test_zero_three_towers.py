@@ -179,7 +179,6 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("plan", ["dp=2,tp=2,zero=3", "dp=2,pp=2,microbatches=2,zero=3"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.long
 def test_units_that_read_the_same_are_gathered_and_kept(family: str, plan: str) -> None:
     model, loss = FAMILIES[family]
     job = Job(

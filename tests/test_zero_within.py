@@ -29,7 +29,6 @@ def test_groups_gather_independently(kind: str, plan: str) -> None:
     holds(kind, plan)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_bytes_are_as_predicted_and_a_rank_keeps_a_part_of_its_group() -> None:
     plan = "dp=4,zero=3,zero_within=2,microbatches=2"

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_m
 
 @pytest.mark.covering("")  # all of them
 @pytest.mark.parametrize("name", EARLY)
-@pytest.mark.long
 def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     check(name, first_cells()[name], tmp_path, monkeypatch)
 

@@ -35,7 +35,6 @@ def drawn_cells() -> list[tuple[str, Case]]:
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(1, NUM_CELLS))])  # fmt: skip
-@pytest.mark.long
 @pytest.mark.every
 def test_a_cell_equals_a_plain_loop(number: int, tmp_path: Path) -> None:
     name, cell = drawn_cells()[number]
