@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshloom as ml
 from meshloom.replica.model_state import ModelState
+from tests.covering import slow
 from tests.jobs import class_loss, vectors
 from tests.verified import equals_one_device, report_on
 
@@ -100,13 +101,7 @@ def test_losses_are_those_of_a_run_that_does_not_evaluate(how: str):
         assert said == told
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "tp=2",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("pp=2,microbatches=2", "dp=2,zero=3")),
-    ],
-)
+@pytest.mark.parametrize("plan", ["tp=2", *(slow(each) for each in ("pp=2,microbatches=2", "dp=2,zero=3"))])
 @pytest.mark.long
 def test_so_are_they_under_other_plans(plan: str):
     right, _, _ = trained("in place", plan, evaluates=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshloom.train.trainer import Trainer
+from tests.covering import slow
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.verified import verified
@@ -18,9 +19,9 @@ JOB_FILE = "tests/job_file.py"
     ("optimizer", "plan", "size"),
     [
         ("muon", "dp=3,exchange=server,servers=2,microbatches=2,bucket_bytes=600", 3),
-        pytest.param("adamw", "dp=4,exchange=server,servers=3", 4, marks=pytest.mark.slow),
-        pytest.param("sgd", "dp=2,pp=2,microbatches=2,exchange=server", 4, marks=pytest.mark.slow),
-        pytest.param("muon", "dp=2,tp=2,exchange=server,servers=2", 4, marks=pytest.mark.slow),
+        slow("adamw", "dp=4,exchange=server,servers=3", 4),
+        slow("sgd", "dp=2,pp=2,microbatches=2,exchange=server", 4),
+        slow("muon", "dp=2,tp=2,exchange=server,servers=2", 4),
     ],
 )
 def test_servers_on_processes_equal_one_device(optimizer: str, plan: str, size: int) -> None:
@@ -41,14 +42,7 @@ def losses(plans: list[str], devices: str) -> list[list[float]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "inner",
-    [
-        "",
-        pytest.param(",pp=2,microbatches=2", marks=pytest.mark.slow),
-        pytest.param(",tp=2,microbatches=2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("inner", ["", slow(",pp=2,microbatches=2"), slow(",tp=2,microbatches=2")])
 def test_processes_and_simulated_ranks_give_the_same_losses(inner: str) -> None:
     kinds = [
         "exchange=local_sgd,local_steps=3",

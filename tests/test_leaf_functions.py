@@ -24,6 +24,7 @@ from meshloom.program.opaque.call import ChangedCallError
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
+from tests.covering import slow
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -140,12 +141,12 @@ def test_a_call_is_one_operator_of_a_program_and_the_function_elsewhere() -> Non
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param("tp=2", marks=pytest.mark.slow),
-        pytest.param("pp=2,microbatches=2,schedule=zb-h1", marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
+        slow("tp=2"),
+        slow("pp=2,microbatches=2,schedule=zb-h1"),
+        slow("dp=2,zero=3"),
         pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
-        pytest.param("dp=2,zero=3,pp=2,recompute=full", marks=pytest.mark.slow),
-        pytest.param("tp=2,recompute=selective", marks=pytest.mark.slow),
+        slow("dp=2,zero=3,pp=2,recompute=full"),
+        slow("tp=2,recompute=selective"),
     ],
 )
 def test_it_equals_one_device(plan: str) -> None:
@@ -430,13 +431,7 @@ def gathers(x: Tensor) -> Tensor:
     return ml.gather(x)[: len(x)]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param("tp=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("plan", [slow("tp=2"), slow("dp=2,pp=2,microbatches=2")])
 def test_draws_belong_to_the_call(plan: str) -> None:
     def call(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.dropout(noised(x, [batch["x"]]) + noised(x, [x]))

@@ -17,6 +17,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
+from tests.covering import slow
 from tests.jobs import token_loss
 from tests.length_jobs import Lengths, Texts, lengths_job
 
@@ -50,11 +51,7 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.covering("dp=2-0.0-dp=1-short")
-@pytest.mark.parametrize(
-    ("lengths", "steps"),
-    [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)],
-    ids=["short", "long"],
-)
+@pytest.mark.parametrize(("lengths", "steps"), [((3, 24), 14), slow((32, 512), 200)], ids=["short", "long"])
 @pytest.mark.parametrize(("plan", "dropout", "alone"), PLANS)
 def test_three_captures_serve_a_job_that_pads_to_its_longest(
     lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str
@@ -74,7 +71,7 @@ class Growing(Lengths):
         return torch.full((4 + index // 6 - index % 2,), index % 90 + 1)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["tp=2", slow("pp=2,microbatches=2")])
 def test_forty_lengths_take_three_captures(plan: str):
     """And the smaller batch at the end."""
     job = lengths_job(

@@ -28,6 +28,7 @@ from meshloom.replica.loss_sums import LossSums, Told
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
+from tests.covering import slow
 from tests.jobs import Samples, class_loss, make_job, vectors
 
 PLANS = [
@@ -391,12 +392,7 @@ def test_an_iterator_that_can_be_read_once_keeps_its_samples():
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        ("tp=2", "split"),
-        pytest.param("dp=2", "by_environment", marks=pytest.mark.slow),
-        pytest.param("pp=2", "rates", marks=pytest.mark.slow),
-    ],
+    ("plan", "name"), [("tp=2", "split"), slow("dp=2", "by_environment"), slow("pp=2", "rates")]
 )
 def test_a_job_that_goes_by_its_rank_is_refused_or_finds_none(plan: str, name: str, tmp_path: Path):
     out = tmp_path / "read"

@@ -17,6 +17,7 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.run.execute import run_program
+from tests.covering import slow
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -28,9 +29,7 @@ COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrise
 
 
 @pytest.mark.covering("slice_writes", "tied", "autocast")
-@pytest.mark.parametrize(
-    "name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
-)
+@pytest.mark.parametrize("name", [name if name in COVERING_OWN else slow(name) for name in OWN])
 def test_text_is_that_of_the_program_read_from_batches(name: str):
     job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
     text = capture(job, (batches[0], batches[1])).describe()
@@ -38,9 +37,7 @@ def test_text_is_that_of_the_program_read_from_batches(name: str):
     assert program.by_shapes and program.describe() == text
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", [name if name in COVERING else slow(name) for name in FAMILIES])
 @pytest.mark.slow
 def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     job = FAMILIES[name].make_job(True)

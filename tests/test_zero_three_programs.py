@@ -15,6 +15,7 @@ from meshloom.core.errors import TrainingError
 from meshloom.exchange.units.unit_slices import UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.train.trainer import Trainer
+from tests.covering import slow
 from tests.processes import on_ranks
 from tests.test_zero_three import EVALUATE, trained
 from tests.verified import equals_one_device
@@ -146,11 +147,7 @@ def on_one_copy(plans: list[str]) -> list[list[float]]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("run", "plans"),
-    [
-        (on_gloo, PROCESSES[:1]),
-        *(pytest.param(each, PROCESSES, marks=pytest.mark.slow) for each in (on_gloo, on_one_copy)),
-    ],
+    ("run", "plans"), [(on_gloo, PROCESSES[:1]), *(slow(each, PROCESSES) for each in (on_gloo, on_one_copy))]
 )
 def test_processes_compute_what_simulated_ranks_do(run: Any, plans: list[str]) -> None:
     found = on_ranks(run, 4, plans, timeout_seconds=120.0)
