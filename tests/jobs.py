@@ -202,13 +202,6 @@ class Branch(nn.Module):
         return self.head(torch.tanh(layer(torch.tanh(self.first(x)))))
 
 
-def adding_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Adds to gradients itself: no program computes it."""
-    loss = F.cross_entropy(model(batch["x"]), batch["y"])
-    (0.1 * loss).backward(retain_graph=True)
-    return loss
-
-
 def deciding_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """What runs depends on values, outside of all modules."""
     loss = F.cross_entropy(model(batch["x"]), batch["y"])

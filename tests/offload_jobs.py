@@ -20,33 +20,6 @@ from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 
 
-class Counting(Optimizer):
-    """Counts its steps in a group, in an attribute and in shared state, and updates by all of them; momentum in a
-    list."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01, "calls": 0})
-        self.calls = torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.calls += 1
-        self.state["all"] = int(self.calls)
-        for group in self.param_groups:
-            group["calls"] += 1
-            factor = group["lr"] * (group["calls"] + float(self.calls) + self.state["all"])
-            for each in group["params"]:
-                if each.grad is None:
-                    continue
-                state = self.state[each]
-                if not state:
-                    state["both"] = [torch.zeros_like(each), torch.zeros_like(each)]
-                first, second = state["both"]
-                first.lerp_(each.grad, 0.5)
-                state["both"] = [first, 0.9 * second + first]  # one in place, one made anew
-                each.sub_(state["both"][1] * factor)
-
-
 def decay_groups(named: NamedParameters, **settings: Any) -> Optimizer:
     """AdamW with matrices in one group and the rest in another."""
     matrices = [each for _, each in named if each.ndim > 1]

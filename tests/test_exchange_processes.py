@@ -11,8 +11,6 @@ from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.verified import verified
 
-JOB_FILE = "tests/job_file.py"
-
 
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -373,9 +373,6 @@ def test_a_cache_outside_is_as_it_was_afterwards():
 
 
 # the others are in test_batch_values.py
-USUAL = ("float", "int that says how often", "text", "words")
-
-
 @pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
 @pytest.mark.slow
 def test_a_batch_of_more_than_tensors_is_equal(name: str):

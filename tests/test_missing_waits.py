@@ -46,7 +46,6 @@ WAITS: dict[str, tuple[str, str, str]] = {
     "the norm's parts": ("TeamSums.add_up", "gpt", "pp=2,tp=2"),
     "losses": ("LossSums.wait", "mlp", "dp=2"),
 }
-QUICK = {"buckets are summed", "a unit of zero=3", "a stage's input or gradient", "a sum along tp"}
 
 
 @pytest.mark.parametrize("wait", WAITS)

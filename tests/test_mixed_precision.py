@@ -18,34 +18,11 @@ from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
 from tests.planted import BUGS
 from tests.planted.jobs import JOBS
-from tests.precision_jobs import MODELS, job_of
+from tests.precision_jobs import job_of
 from tests.test_memory import job_and_batches
 from tests.verified import report_on
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
-
-PLANS = [
-    "dp=2",
-    "dp=2,microbatches=2,zero=1",
-    "dp=2,microbatches=2,zero=2",
-    "dp=2,zero=3",
-    "dp=2,microbatches=2,sync_batch_norm=true",
-    "tp=2",
-    "tp=2,dp=2,zero=3",
-    "recompute=selective",
-    "pp=2,microbatches=4,schedule=gpipe",
-    "pp=2,microbatches=4",
-    "pp=2,microbatches=4,schedule=interleaved,virtual_stages=2",
-    "pp=2,microbatches=4,schedule=zb-h1",
-    "pp=2,microbatches=4,schedule=zb-v",
-    "dp=2,pp=2,tp=2,microbatches=2",
-]
-QUICK = {("cnn", "dp=2,microbatches=2,zero=1"), ("mlp", "tp=2")}
-CASES = [
-    pytest.param(model, plan, marks=() if (model, plan) in QUICK else pytest.mark.slow)
-    for model in MODELS
-    for plan in PLANS
-]
 
 
 def losses(job: Job, plan: str) -> list[float]:

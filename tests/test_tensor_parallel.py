@@ -3,8 +3,6 @@ checkpoint to checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError
-from meshloom.core.job import Evaluate, Job
+from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from tests.families import FAMILIES
-from tests.jobs import Samples, adding_loss, make_job
+from tests.jobs import Samples, make_job
 from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
@@ -120,45 +117,3 @@ def test_what_is_divided_takes_less_of_every_rank():
             parts = parameter.numel() + dict(other.named)[name].numel()
             assert parts == (whole if name in divided else 2 * whole)
             assert parameter.untyped_storage().nbytes() == parameter.nbytes  # the rest is let go
-
-
-@pytest.mark.slow  # of all axes in test_pipeline_plans.py
-def test_evaluation_is_one_devices():
-    def error(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
-
-    job = make_job("mlp", "sgd")
-    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"error": error, "loss": job.loss}, every=2))
-    found = []
-    for plan in (
-        "dp=1",
-        "tp=2,tp_placements=first:column+second:row",
-        "dp=2,tp=2,tp_placements=first:column",
-    ):
-        with keyed(job, plan, steps=2) as trainer:
-            found.append(trainer.fit().evaluation)
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], rel=1e-12)
-
-
-@pytest.mark.slow  # tests/test_pipeline_plans.py goes on under tp, too
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
-    job = make_job("mlp", optimizer)
-    with keyed(job, "dp=1", steps=4) as trainer:
-        expected = trainer.fit().last_loss
-    pins = "tp_placements=first:column+second:row"
-    for number, saved_under in enumerate((f"dp=2,tp=2,zero=1,{pins}", "dp=1")):
-        directory = tmp_path / str(number)
-        with keyed(job, saved_under, steps=2, out=directory) as trainer:
-            trainer.fit()
-        for plan in (f"tp=3,{pins}", "dp=1", f"dp=2,tp=2,{pins}"):
-            with keyed(job, plan, steps=4, resume=directory) as trainer:
-                assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-12)
-
-
-def test_what_cannot_be_read_is_refused_with_the_users_line():
-    with pytest.raises(
-        CaptureError, match=r"jobs.py:\d+ .*Plans with dp and zero alone run the module as it is"
-    ):
-        keyed(make_job("mlp", "sgd", loss=adding_loss), "tp=2,recompute=full")

@@ -43,7 +43,6 @@ def test_ranks_without_a_chunk_keep_pace_where_values_decide_what_runs(microbatc
 
 
 QUICK = ("decayed", "saved")
-LONG = ("shuffled", "recomputed_reentrant", "again", "inside")
 
 
 @pytest.mark.parametrize("kind", KINDS)
