@@ -113,51 +113,44 @@ def call(name: str, *args: Any, **kwargs: Any) -> OneCall:
     return OneCall(op(name), args, kwargs, fixed=FIXED.get(name.partition(".")[0], ()))
 
 
+def named(make: Callable[..., OneCall]) -> Callable[..., Make]:
+    """What is made of a chance and further arguments, given those."""
+    return lambda *rest, **more: lambda c: make(c, *rest, **more)
+
+
 def on_one(name: str, *rest: Any, least: int = 1) -> Make:
     """The operator on a tensor of any shape, then these arguments."""
     return lambda c: call(name, c.any(least), *rest)
 
 
-def along_dim(name: str, *rest: Any, **kwargs: Any) -> Make:
+@named
+def along_dim(c: Chance, name: str, *rest: Any, **kwargs: Any) -> OneCall:
     """The operator on a tensor and one of its dims."""
-
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        return call(name, x, c.dim(x), *rest, **kwargs)
-
-    return make
+    x = c.any()
+    return call(name, x, c.dim(x), *rest, **kwargs)
 
 
-def on_broadcast(name: str, **kwargs: Any) -> Make:
+@named
+def on_broadcast(c: Chance, name: str, **kwargs: Any) -> OneCall:
     """The operator on two tensors, either of which is broadcast."""
-
-    def make(c: Chance) -> OneCall:
-        shape = c.shape()
-        other = tuple(1 if c.random.random() < 0.25 else size for size in shape)[
-            c.random.randrange(len(shape)) :
-        ]
-        pair = [c.normal(*shape), c.positive(*other)]
-        return call(
-            name, *(pair if c.yes() or name.startswith(("div", "true", "floor")) else pair[::-1]), **kwargs
-        )
-
-    return make
+    shape = c.shape()
+    other = tuple(1 if c.random.random() < 0.25 else size for size in shape)[c.random.randrange(len(shape)) :]
+    pair = [c.normal(*shape), c.positive(*other)]
+    return call(
+        name, *(pair if c.yes() or name.startswith(("div", "true", "floor")) else pair[::-1]), **kwargs
+    )
 
 
-def reduces(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        return call(name, x, c.dims(x), c.yes())
-
-    return make
+@named
+def reduces(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    return call(name, x, c.dims(x), c.yes())
 
 
-def reduces_one(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        return call(name, x, c.dim(x), c.yes())
-
-    return make
+@named
+def reduces_one(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    return call(name, x, c.dim(x), c.yes())
 
 
 def _add(c: Chance) -> OneCall:
@@ -201,24 +194,10 @@ def _baddbmm(c: Chance) -> OneCall:
     )
 
 
-def _bmm(c: Chance) -> OneCall:
-    b, n, k, m = (c.size() for _ in range(4))
-    return call("bmm", c.normal(b, n, k), c.normal(b, k, m))
-
-
-def _mm(c: Chance) -> OneCall:
-    n, k, m = c.size(), c.size(), c.size()
-    return call("mm", c.normal(n, k), c.normal(k, m))
-
-
-def _mv(c: Chance) -> OneCall:
-    n, k = c.size(), c.size()
-    return call("mv", c.normal(n, k), c.normal(k))
-
-
-def _dot(c: Chance) -> OneCall:
-    k = c.size()
-    return call("dot", c.normal(k), c.normal(k))
+@named
+def _product(c: Chance, name: str, *terms: str) -> OneCall:
+    sizes = {letter: c.size() for letter in "bnkm" if letter in "".join(terms)}
+    return call(name, *(c.normal(*(sizes[letter] for letter in term)) for term in terms))
 
 
 def _bilinear(c: Chance) -> OneCall:
@@ -250,26 +229,24 @@ def _einsum(c: Chance) -> OneCall:
     )
 
 
-def _convolution(count: int, transposed: bool) -> Make:
-    def make(c: Chance) -> OneCall:
-        groups = c.one(1, 1, 3, 4)
-        inner, outer = groups * c.one(1, 2, 3, 5), groups * c.one(1, 2, 3, 5)
-        width = c.one(1, 2, 3)
-        weight = (inner, outer // groups) if transposed else (outer, inner // groups)
-        x = c.normal(*c.one((c.size(),), ()), inner, *(c.one(4, 5) for _ in range(count)))
-        bias = c.one(None, c.normal(outer))
-        stride, padding = c.one(1, 2), c.one(0, 1) if width > 1 else 0
-        name = f"conv{'_transpose' if transposed else ''}{count}d" + (
-            f".{'input' if count > 1 else 'default'}" if transposed else ""
-        )
-        rest = (
-            (stride,) * count,
-            (padding,) * count,
-            *([(0,) * count, groups] if transposed else [(1,) * count, groups]),
-        )
-        return call(name, x, c.normal(*weight, *(width,) * count), bias, *rest)
-
-    return make
+@named
+def _convolution(c: Chance, count: int, transposed: bool) -> OneCall:
+    groups = c.one(1, 1, 3, 4)
+    inner, outer = groups * c.one(1, 2, 3, 5), groups * c.one(1, 2, 3, 5)
+    width = c.one(1, 2, 3)
+    weight = (inner, outer // groups) if transposed else (outer, inner // groups)
+    x = c.normal(*c.one((c.size(),), ()), inner, *(c.one(4, 5) for _ in range(count)))
+    bias = c.one(None, c.normal(outer))
+    stride, padding = c.one(1, 2), c.one(0, 1) if width > 1 else 0
+    name = f"conv{'_transpose' if transposed else ''}{count}d" + (
+        f".{'input' if count > 1 else 'default'}" if transposed else ""
+    )
+    rest = (
+        (stride,) * count,
+        (padding,) * count,
+        *([(0,) * count, groups] if transposed else [(1,) * count, groups]),
+    )
+    return call(name, x, c.normal(*weight, *(width,) * count), bias, *rest)
 
 
 def _plain_convolution(c: Chance) -> OneCall:
@@ -297,12 +274,10 @@ def _native_layer_norm(c: Chance) -> OneCall:
     )
 
 
-def _rms_norm(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        shape = c.shape(2, 3)
-        return call(name, c.normal(*shape), shape[-1:], c.one(None, c.normal(shape[-1])), 1e-5)
-
-    return make
+@named
+def _rms_norm(c: Chance, name: str) -> OneCall:
+    shape = c.shape(2, 3)
+    return call(name, c.normal(*shape), shape[-1:], c.one(None, c.normal(shape[-1])), 1e-5)
 
 
 def _batch_norm(c: Chance) -> OneCall:
@@ -314,35 +289,11 @@ def _batch_norm(c: Chance) -> OneCall:
     return call("batch_norm", c.normal(*shape), *weights, *statistics, training, 0.1, 1e-5, False)
 
 
-def _native_batch_norm(c: Chance) -> OneCall:
+@named
+def _trained_norm(c: Chance, name: str, *rest: Any) -> OneCall:
     shape = (c.size(), c.size(), c.size())
-    return call(
-        "native_batch_norm",
-        c.normal(*shape),
-        c.normal(shape[1]),
-        c.normal(shape[1]),
-        None,
-        None,
-        True,
-        0.1,
-        1e-5,
-    )
-
-
-def _instance_norm(c: Chance) -> OneCall:
-    shape = (c.size(), c.size(), c.size())
-    return call(
-        "instance_norm",
-        c.normal(*shape),
-        c.normal(shape[1]),
-        c.normal(shape[1]),
-        None,
-        None,
-        True,
-        0.1,
-        1e-5,
-        False,
-    )
+    weights = c.normal(*shape), c.normal(shape[1]), c.normal(shape[1])
+    return call(name, *weights, None, None, True, 0.1, 1e-5, *rest)
 
 
 def _group_norm(c: Chance) -> OneCall:
@@ -431,27 +382,24 @@ def _masked_scatter(c: Chance) -> OneCall:
     return call("masked_scatter", c.normal(*mask.shape), mask, c.normal(int(mask.sum()) + c.one(0, 2)))
 
 
-def _likelihood(name: str) -> Make:
+@named
+def _likelihood(c: Chance, name: str) -> OneCall:
     """nll_loss of rows, of images, of either."""
-
-    def make(c: Chance) -> OneCall:
-        n, v, space = (
-            c.size(),
-            c.size(),
-            {"nll_loss": (), "nll_loss2d": (c.size(), c.size())}.get(name, c.shape(0, 2)),
-        )
-        target = c.below(v, n, *space)
-        target[0] = c.one(-100, 0)
-        return call(
-            name,
-            c.normal(n, v, *space).log_softmax(1),
-            target,
-            c.one(None, None, None, c.positive(v)),
-            c.one(0, 1, 2),
-            -100,
-        )
-
-    return make
+    n, v, space = (
+        c.size(),
+        c.size(),
+        {"nll_loss": (), "nll_loss2d": (c.size(), c.size())}.get(name, c.shape(0, 2)),
+    )
+    target = c.below(v, n, *space)
+    target[0] = c.one(-100, 0)
+    return call(
+        name,
+        c.normal(n, v, *space).log_softmax(1),
+        target,
+        c.one(None, None, None, c.positive(v)),
+        c.one(0, 1, 2),
+        -100,
+    )
 
 
 def _cosine(c: Chance) -> OneCall:
@@ -466,26 +414,21 @@ def _cosine(c: Chance) -> OneCall:
     )
 
 
-def _grouped_product(name: str, dtype: torch.dtype) -> Make:
+@named
+def _grouped_product(c: Chance, name: str, dtype: torch.dtype) -> OneCall:
     """Sizes whose shards torch's kernel would have to pad; some groups are empty."""
-
-    def make(c: Chance) -> OneCall:
-        if "transformers" in name:
-            importlib.import_module("transformers.integrations.moe")  # which makes the operator
-        groups, rows, inner, outer = c.size(), c.size() + 7, *((4 * c.one(1, 2, 3)) for _ in range(2))
-        kind = c.one("2 3", "2 3", "3 3", "3 2", "2 2") if name == "_grouped_mm" else "2 3"
-        grouped = 8 if kind == "2 2" else outer if kind == "3 2" else rows
-        ends = torch.tensor(
-            sorted(
-                [*c.random.choices(range(0, grouped + 1, 4 if kind != "2 3" else 1), k=groups - 1), grouped]
-            ),
-            dtype=torch.int32,
-        )
-        x = {"2": (rows, inner), "3": (groups, rows, inner)}[kind[0]] if kind != "2 2" else (rows, 8)
-        w = {"3": (groups, inner, outer), "2": (inner if kind == "3 2" else 8, outer)}[kind[2]]
-        return call(name, c.normal(*x).to(dtype), c.normal(*w).to(dtype), *(() if kind == "3 3" else (ends,)))
-
-    return make
+    if "transformers" in name:
+        importlib.import_module("transformers.integrations.moe")  # which makes the operator
+    groups, rows, inner, outer = c.size(), c.size() + 7, *((4 * c.one(1, 2, 3)) for _ in range(2))
+    kind = c.one("2 3", "2 3", "3 3", "3 2", "2 2") if name == "_grouped_mm" else "2 3"
+    grouped = 8 if kind == "2 2" else outer if kind == "3 2" else rows
+    ends = torch.tensor(
+        sorted([*c.random.choices(range(0, grouped + 1, 4 if kind != "2 3" else 1), k=groups - 1), grouped]),
+        dtype=torch.int32,
+    )
+    x = {"2": (rows, inner), "3": (groups, rows, inner)}[kind[0]] if kind != "2 2" else (rows, 8)
+    w = {"3": (groups, inner, outer), "2": (inner if kind == "3 2" else 8, outer)}[kind[2]]
+    return call(name, c.normal(*x).to(dtype), c.normal(*w).to(dtype), *(() if kind == "3 3" else (ends,)))
 
 
 def _gather(c: Chance) -> OneCall:
@@ -530,12 +473,10 @@ def _scatter(c: Chance) -> OneCall:
     return call(c.one("scatter.src", "scatter_add"), x, dim, index, c.normal(*x.shape))
 
 
-def _view(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        parts = [c.size() for _ in range(c.random.randint(2, 4))]
-        return call(name, c.normal(*_grouped(c, parts)), _grouped(c, parts))
-
-    return make
+@named
+def _view(c: Chance, name: str) -> OneCall:
+    parts = [c.size() for _ in range(c.random.randint(2, 4))]
+    return call(name, c.normal(*_grouped(c, parts)), _grouped(c, parts))
 
 
 def _grouped(c: Chance, parts: list[int]) -> tuple[int, ...]:
@@ -572,12 +513,10 @@ def _expand_as(c: Chance) -> OneCall:
     return call("expand_as", c.normal(*(size if c.yes() else 1 for size in shape)), c.normal(*shape))
 
 
-def _reshaped_as(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        one, other, third = c.size(), c.size(), c.size()
-        return call(name, c.normal(one, other * third), c.normal(one, other, third))
-
-    return make
+@named
+def _reshaped_as(c: Chance, name: str) -> OneCall:
+    one, other, third = c.size(), c.size(), c.size()
+    return call(name, c.normal(one, other * third), c.normal(one, other, third))
 
 
 def _permute(c: Chance) -> OneCall:
@@ -585,12 +524,10 @@ def _permute(c: Chance) -> OneCall:
     return call("permute", x, c.order(x.ndim))
 
 
-def _transpose(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any(2)
-        return call(name, x, c.dim(x), c.dim(x))
-
-    return make
+@named
+def _transpose(c: Chance, name: str) -> OneCall:
+    x = c.any(2)
+    return call(name, x, c.dim(x), c.dim(x))
 
 
 def _movedim(c: Chance) -> OneCall:
@@ -608,15 +545,13 @@ def _select(c: Chance) -> OneCall:
     return call("select.int", x, c.dim(x), c.one(0, 1, -1))
 
 
-def _splits(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any(1)
-        dim = c.dim(x)
-        if name == "split_with_sizes":
-            return call(name, x, c.cut_up(x.shape[dim], 2), dim)
-        return call(name, x, c.one(2, 3), dim)
-
-    return make
+@named
+def _splits(c: Chance, name: str) -> OneCall:
+    x = c.any(1)
+    dim = c.dim(x)
+    if name == "split_with_sizes":
+        return call(name, x, c.cut_up(x.shape[dim], 2), dim)
+    return call(name, x, c.one(2, 3), dim)
 
 
 def _slice(c: Chance) -> OneCall:
@@ -641,15 +576,13 @@ def _narrow(c: Chance) -> OneCall:
     return call("narrow", x, dim, start, c.random.randint(1, x.shape[dim] - start))
 
 
-def _cat(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        dim = c.dim(x)
-        shape = list(x.shape)
-        shape[dim] = c.size()
-        return call(name, (x, c.normal(*shape), *([c.normal(*x.shape)] if c.yes() else [])), dim)
-
-    return make
+@named
+def _cat(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    dim = c.dim(x)
+    shape = list(x.shape)
+    shape[dim] = c.size()
+    return call(name, (x, c.normal(*shape), *([c.normal(*x.shape)] if c.yes() else [])), dim)
 
 
 def _stack(c: Chance) -> OneCall:
@@ -680,12 +613,10 @@ def _pad(c: Chance) -> OneCall:
     )
 
 
-def _mirrored(name: str, count: int) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.normal(c.size(), c.size(), *(4 for _ in range(count)))
-        return call(name, x, tuple(c.one(1, 2) for _ in range(2 * count)))
-
-    return make
+@named
+def _mirrored(c: Chance, name: str, count: int) -> OneCall:
+    x = c.normal(c.size(), c.size(), *(4 for _ in range(count)))
+    return call(name, x, tuple(c.one(1, 2) for _ in range(2 * count)))
 
 
 def _pad_mirrored(c: Chance) -> OneCall:
@@ -743,35 +674,28 @@ def _type_as(c: Chance) -> OneCall:
     return call("type_as", c.any().float(), c.normal(3))
 
 
-def _pooled(name: str, count: int) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.normal(
-            *c.one((c.size(),), ()) if count > 1 else (c.size(),), c.size(), *(5 for _ in range(count))
-        )
-        return call(name, x, (2,) * count)
-
-    return make
+@named
+def _pooled(c: Chance, name: str, count: int) -> OneCall:
+    x = c.normal(*c.one((c.size(),), ()) if count > 1 else (c.size(),), c.size(), *(5 for _ in range(count)))
+    return call(name, x, (2,) * count)
 
 
-def _pooled_gradient(name: str, count: int) -> Make:
+@named
+def _pooled_gradient(c: Chance, name: str, count: int) -> OneCall:
     """The backward of pooling or padding [b, c, 6...]."""
-
-    def make(c: Chance) -> OneCall:
-        lead = (*c.one((c.size(),), ()), c.size())
-        x, half = c.normal(*lead, *(6,) * count), (*lead, *(3,) * count)
-        if "pad" in name:
-            return call(name, c.normal(*lead, *(8,) * count), x, (1,) * 2 * count)
-        if "adaptive" in name:
-            return call(name, c.normal(*half), x)
-        kernel = (2,) * count
-        if "avg" in name:
-            return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, False, True, None)
-        function: Any = torch.nn.functional
-        pool = getattr(function, f"max_pool{count}d_with_indices")
-        indices = pool(x, kernel)[1]
-        return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, (1,) * count, False, indices)
-
-    return make
+    lead = (*c.one((c.size(),), ()), c.size())
+    x, half = c.normal(*lead, *(6,) * count), (*lead, *(3,) * count)
+    if "pad" in name:
+        return call(name, c.normal(*lead, *(8,) * count), x, (1,) * 2 * count)
+    if "adaptive" in name:
+        return call(name, c.normal(*half), x)
+    kernel = (2,) * count
+    if "avg" in name:
+        return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, False, True, None)
+    function: Any = torch.nn.functional
+    pool = getattr(function, f"max_pool{count}d_with_indices")
+    indices = pool(x, kernel)[1]
+    return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, (1,) * count, False, indices)
 
 
 def _embedding_gradient(c: Chance) -> OneCall:
@@ -779,19 +703,17 @@ def _embedding_gradient(c: Chance) -> OneCall:
     return call("embedding_dense_backward", c.normal(*index.shape, c.size()), index, 7, c.one(-1, 3), False)
 
 
-def _convolution_gradient(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        count, groups, transposed = c.one(1, 2), c.one(1, 1, 3), c.yes()
-        inner, outer = groups * c.size(), groups * c.size()
-        stride, padding = (c.one(1, 2),) * count, (c.one(0, 1),) * count
-        how = stride, padding, (1,) * count, transposed, (0,) * count, groups
-        shape = (inner, outer // groups) if transposed else (outer, inner // groups)
-        x, weight = c.normal(c.size(), inner, *(5,) * count), c.normal(*shape, *(3,) * count)
-        gradient = c.normal(*torch.ops.aten.convolution(x, weight, None, *how).shape)
-        other, size = (weight, x) if "input" in name else (x, weight)
-        return call(name, gradient, other, tuple(size.shape), *how)
-
-    return make
+@named
+def _convolution_gradient(c: Chance, name: str) -> OneCall:
+    count, groups, transposed = c.one(1, 2), c.one(1, 1, 3), c.yes()
+    inner, outer = groups * c.size(), groups * c.size()
+    stride, padding = (c.one(1, 2),) * count, (c.one(0, 1),) * count
+    how = stride, padding, (1,) * count, transposed, (0,) * count, groups
+    shape = (inner, outer // groups) if transposed else (outer, inner // groups)
+    x, weight = c.normal(c.size(), inner, *(5,) * count), c.normal(*shape, *(3,) * count)
+    gradient = c.normal(*torch.ops.aten.convolution(x, weight, None, *how).shape)
+    other, size = (weight, x) if "input" in name else (x, weight)
+    return call(name, gradient, other, tuple(size.shape), *how)
 
 
 def _index_put(c: Chance) -> OneCall:
@@ -811,14 +733,11 @@ def _diagonal_scatter(c: Chance) -> OneCall:
     return call("diagonal_scatter", x, c.normal(*diagonal.shape), 0, one, other)
 
 
-def _gradient(name: str, *rest: Any) -> Make:
+@named
+def _gradient(c: Chance, name: str, *rest: Any) -> OneCall:
     """An elementwise backward: an incoming gradient, and what its forward was given."""
-
-    def make(c: Chance) -> OneCall:
-        shape = c.shape()
-        return call(name, c.normal(*shape), c.normal(*shape), *rest)
-
-    return make
+    shape = c.shape()
+    return call(name, c.normal(*shape), c.normal(*shape), *rest)
 
 
 def _elu_gradient(c: Chance) -> OneCall:
@@ -837,12 +756,10 @@ def _log_sigmoid_gradient(c: Chance) -> OneCall:
     return call("log_sigmoid_backward", c.normal(*shape), x, torch.exp(-x.abs()))
 
 
-def _upsampled(name: str, count: int) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.normal(c.size(), c.size(), *(3 for _ in range(count)))
-        return call(name, x, (5,) * count, *((c.yes(),) if "nearest" not in name else ()))
-
-    return make
+@named
+def _upsampled(c: Chance, name: str, count: int) -> OneCall:
+    x = c.normal(c.size(), c.size(), *(3 for _ in range(count)))
+    return call(name, x, (5,) * count, *((c.yes(),) if "nearest" not in name else ()))
 
 
 def _complex_pairs(c: Chance) -> OneCall:
@@ -854,57 +771,51 @@ def _unfold(c: Chance) -> OneCall:
     return call("unfold", x, c.dim(x), 2, c.one(1, 2))
 
 
-def _recurrent(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        first, both, biases, batch, steps, inner, hidden, layers = (
-            c.yes(),
-            c.yes(),
-            c.yes(),
-            c.size(),
-            c.size(),
-            c.size(),
-            c.size(),
-            c.one(1, 2),
-        )
-        ways = 2 if both else 1
-        gates = {"lstm": 4, "gru": 3}.get(name, 1)
-        x = c.normal(*((batch, steps) if first else (steps, batch)), inner)
-        weights: list[Tensor] = []
-        for layer in range(layers * ways):
-            weights += [
-                c.normal(gates * hidden, inner if layer < ways else ways * hidden),
-                c.normal(gates * hidden, hidden),
-            ]
-            weights += [c.normal(gates * hidden), c.normal(gates * hidden)] if biases else []
-        start = c.normal(layers * ways, batch, hidden)
-        states = (start, c.normal(layers * ways, batch, hidden)) if name == "lstm" else start
-        return call(
-            f"{name}.input", x, states, tuple(weights), biases, layers, c.one(0.0, 0.3), c.yes(), both, first
-        )
-
-    return make
+@named
+def _recurrent(c: Chance, name: str) -> OneCall:
+    first, both, biases, batch, steps, inner, hidden, layers = (
+        c.yes(),
+        c.yes(),
+        c.yes(),
+        c.size(),
+        c.size(),
+        c.size(),
+        c.size(),
+        c.one(1, 2),
+    )
+    ways = 2 if both else 1
+    gates = {"lstm": 4, "gru": 3}.get(name, 1)
+    x = c.normal(*((batch, steps) if first else (steps, batch)), inner)
+    weights: list[Tensor] = []
+    for layer in range(layers * ways):
+        weights += [
+            c.normal(gates * hidden, inner if layer < ways else ways * hidden),
+            c.normal(gates * hidden, hidden),
+        ]
+        weights += [c.normal(gates * hidden), c.normal(gates * hidden)] if biases else []
+    start = c.normal(layers * ways, batch, hidden)
+    states = (start, c.normal(layers * ways, batch, hidden)) if name == "lstm" else start
+    return call(
+        f"{name}.input", x, states, tuple(weights), biases, layers, c.one(0.0, 0.3), c.yes(), both, first
+    )
 
 
-def _cell(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        batch, inner, hidden = c.size(), c.size(), c.size()
-        gates = {"lstm_cell": 4, "gru_cell": 3}.get(name, 1) * hidden
-        states = (
-            (c.normal(batch, hidden), c.normal(batch, hidden))
-            if name == "lstm_cell"
-            else c.normal(batch, hidden)
-        )
-        return call(
-            name,
-            c.normal(batch, inner),
-            states,
-            c.normal(gates, inner),
-            c.normal(gates, hidden),
-            c.normal(gates),
-            c.normal(gates),
-        )
-
-    return make
+@named
+def _cell(c: Chance, name: str) -> OneCall:
+    batch, inner, hidden = c.size(), c.size(), c.size()
+    gates = {"lstm_cell": 4, "gru_cell": 3}.get(name, 1) * hidden
+    states = (
+        (c.normal(batch, hidden), c.normal(batch, hidden)) if name == "lstm_cell" else c.normal(batch, hidden)
+    )
+    return call(
+        name,
+        c.normal(batch, inner),
+        states,
+        c.normal(gates, inner),
+        c.normal(gates, hidden),
+        c.normal(gates),
+        c.normal(gates),
+    )
 
 
 def _weight_norm(c: Chance) -> OneCall:
@@ -923,18 +834,16 @@ def _prelu(c: Chance) -> OneCall:
     return call("prelu", x, c.normal(c.one(1, x.shape[1])))
 
 
-def _loss(name: str, *rest: Any) -> Make:
-    def make(c: Chance) -> OneCall:
-        shape = c.shape()
-        target = c.positive(*shape).clamp(max=1.0) if "binary" in name else c.normal(*shape)
-        extra = (
-            (c.one(None, c.positive(*shape), c.positive(*shape[-1:])), None)
-            if name == "binary_cross_entropy_with_logits"
-            else ()
-        )
-        return call(name, c.normal(*shape), target, *extra, c.one(0, 1, 2), *rest)
-
-    return make
+@named
+def _loss(c: Chance, name: str, *rest: Any) -> OneCall:
+    shape = c.shape()
+    target = c.positive(*shape).clamp(max=1.0) if "binary" in name else c.normal(*shape)
+    extra = (
+        (c.one(None, c.positive(*shape), c.positive(*shape[-1:])), None)
+        if name == "binary_cross_entropy_with_logits"
+        else ()
+    )
+    return call(name, c.normal(*shape), target, *extra, c.one(0, 1, 2), *rest)
 
 
 def _glu(c: Chance) -> OneCall:
@@ -942,46 +851,44 @@ def _glu(c: Chance) -> OneCall:
     return call("glu", x, c.dim(x))
 
 
-def _sorted(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        return call(name, x, *((2, c.dim(x)) if name == "topk" else (c.dim(x), c.yes())))
-
-    return make
+@named
+def _sorted(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    return call(name, x, *((2, c.dim(x)) if name == "topk" else (c.dim(x), c.yes())))
 
 
 def _of_all(name: str) -> Make:
     return lambda c: call(name, c.any())
 
 
-def _of_mask(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any() > 0.5
-        return call(name, x, c.dim(x), c.yes())
+@named
+def _of_mask(c: Chance, name: str) -> OneCall:
+    x = c.any() > 0.5
+    return call(name, x, c.dim(x), c.yes())
 
-    return make
+
+@named
+def _spread(c: Chance, name: str, correction: int) -> OneCall:
+    x = c.any()
+    return call(name, x, c.dims(x), correction=correction, keepdim=c.yes())
 
 
 def _one_hot(c: Chance) -> OneCall:
     return call("one_hot", c.below(5, *c.shape(1, 2)), 5)
 
 
-def _spectrum(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        x = torch.complex(x, c.normal(*x.shape)) if name in ("fft_ifft", "fft_irfft") else x
-        return call(name, x, None, c.one(-1, 0, x.ndim - 1))
-
-    return make
+@named
+def _spectrum(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    x = torch.complex(x, c.normal(*x.shape)) if name in ("fft_ifft", "fft_irfft") else x
+    return call(name, x, None, c.one(-1, 0, x.ndim - 1))
 
 
-def _spectra(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any(3)
-        x = torch.complex(x, c.normal(*x.shape)) if "i" in name else x
-        return call(name, x, None, *c.one((), ((0, 2),), ((-2, -1),)))
-
-    return make
+@named
+def _spectra(c: Chance, name: str) -> OneCall:
+    x = c.any(3)
+    x = torch.complex(x, c.normal(*x.shape)) if "i" in name else x
+    return call(name, x, None, *c.one((), ((0, 2),), ((-2, -1),)))
 
 
 def _parts_of_complex(name: str) -> Make:
@@ -992,12 +899,10 @@ def _comparison(name: str) -> Make:
     return lambda c: call(name, *on_broadcast("add.Tensor")(c).args)
 
 
-def _logical(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        shape = c.shape()
-        return call(name, c.normal(*shape) > 0, c.normal(*shape[1:]) > 0)
-
-    return make
+@named
+def _logical(c: Chance, name: str) -> OneCall:
+    shape = c.shape()
+    return call(name, c.normal(*shape) > 0, c.normal(*shape[1:]) > 0)
 
 
 def _copy(c: Chance) -> OneCall:
@@ -1021,13 +926,11 @@ def _broadcast_tensors(c: Chance) -> OneCall:
     )
 
 
-def _pixels(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        channels, high, wide = c.size(), c.size(), c.size()
-        shape = (4 * channels, high, wide) if name == "pixel_shuffle" else (channels, 2 * high, 2 * wide)
-        return call(name, c.normal(*c.shape(0, 1), *shape), 2)
-
-    return make
+@named
+def _pixels(c: Chance, name: str) -> OneCall:
+    channels, high, wide = c.size(), c.size(), c.size()
+    shape = (4 * channels, high, wide) if name == "pixel_shuffle" else (channels, 2 * high, 2 * wide)
+    return call(name, c.normal(*c.shape(0, 1), *shape), 2)
 
 
 def _im2col(c: Chance) -> OneCall:
@@ -1038,16 +941,14 @@ def _col2im(c: Chance) -> OneCall:
     return call("col2im", c.normal(*c.shape(0, 1), 4 * c.size(), 12), (5, 4), (2, 2), (1, 1), (0, 0), (1, 1))
 
 
-def _index_added(name: str) -> Make:
-    def make(c: Chance) -> OneCall:
-        x = c.any()
-        dim = c.dim(x)
-        index = torch.randperm(x.shape[dim], generator=c.generator)[:2]
-        shape = list(x.shape)
-        shape[dim] = 2
-        return call(name, x, dim, index, c.normal(*shape))
-
-    return make
+@named
+def _index_added(c: Chance, name: str) -> OneCall:
+    x = c.any()
+    dim = c.dim(x)
+    index = torch.randperm(x.shape[dim], generator=c.generator)[:2]
+    shape = list(x.shape)
+    shape[dim] = 2
+    return call(name, x, dim, index, c.normal(*shape))
 
 
 CALLS: dict[str, list[Make]] = {
@@ -1063,19 +964,17 @@ CALLS: dict[str, list[Make]] = {
     "col2im": [_col2im],
     **{name: [_index_added(name)] for name in ("index_add", "index_copy")},
     "add": [_add, on_one("add.Scalar", 1.5)],
-    "sub": [on_broadcast("sub.Tensor")],
-    "subtract": [on_broadcast("subtract.Tensor")],
+    **{
+        name: [on_broadcast(f"{name}.Tensor")]
+        for name in ("sub", "subtract", "multiply", "divide", "true_divide")
+    },
     "mul": [on_broadcast("mul.Tensor"), on_one("mul.Scalar", 1.5)],
-    "multiply": [on_broadcast("multiply.Tensor")],
     "div": [
         on_broadcast("div.Tensor"),
         on_broadcast("div.Tensor_mode", rounding_mode="floor"),
         on_one("div.Scalar", 1.5),
     ],
-    "divide": [on_broadcast("divide.Tensor")],
-    "true_divide": [on_broadcast("true_divide.Tensor")],
     "floor_divide": [on_broadcast("floor_divide")],
-    "neg": [on_one("neg")],
     "where": [_where],
     "masked_fill": [_masked_fill],
     "dropout": [on_one("dropout", 0.3, True)],
@@ -1087,20 +986,10 @@ CALLS: dict[str, list[Make]] = {
     **{
         name: [on_one(name)]
         for name in (
-            "selu",
-            "celu",
-            "relu6",
-            "hardtanh",
-            "softplus",
-            "log_sigmoid",
-            "softshrink",
-            "hardshrink",
-            "nan_to_num",
+            "neg", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "softshrink", "hardshrink",
+            "nan_to_num", "square", "mish", "hardswish", "hardsigmoid", "rand_like", "randn_like",
+            "contiguous", "clone", "alias", "detach", "lift_fresh_copy",
         )
-    },
-    **{
-        name: [on_one(name)]
-        for name in ("square", "mish", "hardswish", "hardsigmoid", "bernoulli", "rand_like", "randn_like")
     },
     "bernoulli": [lambda c: call("bernoulli.p", c.any(), 0.4)],
     "randint_like": [on_one("randint_like", 9)],
@@ -1108,9 +997,7 @@ CALLS: dict[str, list[Make]] = {
     "copy": [_copy],
     "threshold": [on_one("threshold", 0.1, 0.7)],
     "clip": [on_one("clip", -0.5, 0.5)],
-    "less": [_comparison("less.Tensor")],
-    "greater": [_comparison("greater.Tensor")],
-    "not_equal": [_comparison("not_equal.Tensor")],
+    **{name: [_comparison(f"{name}.Tensor")] for name in ("less", "greater", "not_equal")},
     "logical_or": [_logical("logical_or")],
     **{name: [_logical(f"{name}.Tensor")] for name in ("__and__", "__or__")},
     **{name: [_tensors_of_shape(name)] for name in ("rand", "randn")},
@@ -1121,10 +1008,10 @@ CALLS: dict[str, list[Make]] = {
     ],
     "linear": [_linear],
     "matmul": [_matmul],
-    "mm": [_mm],
-    "bmm": [_bmm],
-    "mv": [_mv],
-    "dot": [_dot],
+    "mm": [_product("mm", "nk", "km")],
+    "bmm": [_product("bmm", "bnk", "bkm")],
+    "mv": [_product("mv", "nk", "k")],
+    "dot": [_product("dot", "k", "k")],
     "addmm": [_addmm],
     "baddbmm": [_baddbmm],
     "bilinear": [_bilinear],
@@ -1134,11 +1021,10 @@ CALLS: dict[str, list[Make]] = {
     "convolution": [_plain_convolution],
     "layer_norm": [_layer_norm],
     "native_layer_norm": [_native_layer_norm],
-    "rms_norm": [_rms_norm("rms_norm")],
-    "_fused_rms_norm": [_rms_norm("_fused_rms_norm")],
+    **{name: [_rms_norm(name)] for name in ("rms_norm", "_fused_rms_norm")},
     "batch_norm": [_batch_norm],
-    "native_batch_norm": [_native_batch_norm],
-    "instance_norm": [_instance_norm],
+    "native_batch_norm": [_trained_norm("native_batch_norm")],
+    "instance_norm": [_trained_norm("instance_norm", False)],
     "group_norm": [_group_norm],
     "linalg_vector_norm": [_vector_norm],
     "norm": [_norm],
@@ -1155,9 +1041,7 @@ CALLS: dict[str, list[Make]] = {
     "scatter": [_scatter],
     "scatter_add": [_scatter],
     "one_hot": [_one_hot],
-    "view": [_view("view")],
-    "_unsafe_view": [_view("_unsafe_view")],
-    "reshape": [_view("reshape")],
+    **{name: [_view(name)] for name in ("view", "_unsafe_view", "reshape")},
     "flatten": [_flatten],
     "ravel": [on_one("ravel", least=2)],
     "unsqueeze": [along_dim("unsqueeze")],
@@ -1165,12 +1049,10 @@ CALLS: dict[str, list[Make]] = {
     "unflatten": [_unflatten],
     "expand": [_expand],
     "expand_as": [_expand_as],
-    "view_as": [_reshaped_as("view_as")],
-    "reshape_as": [_reshaped_as("reshape_as")],
+    **{name: [_reshaped_as(name)] for name in ("view_as", "reshape_as")},
     "permute": [_permute],
     "transpose": [_transpose("transpose.int")],
-    "swapaxes": [_transpose("swapaxes")],
-    "swapdims": [_transpose("swapdims")],
+    **{name: [_transpose(name)] for name in ("swapaxes", "swapdims")},
     "movedim": [_movedim],
     "t": [lambda c: call("t", c.any(1, 2))],
     "numpy_T": [lambda c: call("numpy_T", c.any(2, 2))],
@@ -1178,13 +1060,11 @@ CALLS: dict[str, list[Make]] = {
     "select": [_select],
     "unbind": [along_dim("unbind.int")],
     "split": [_splits("split.Tensor")],
-    "split_with_sizes": [_splits("split_with_sizes")],
-    "chunk": [_splits("chunk")],
+    **{name: [_splits(name)] for name in ("split_with_sizes", "chunk")},
     "tensor_split": [_splits("tensor_split.sections")],
     "slice": [_slice],
     "narrow": [_narrow],
-    "cat": [_cat("cat")],
-    "concat": [_cat("concat")],
+    **{name: [_cat(name)] for name in ("cat", "concat")},
     "stack": [_stack],
     "repeat_interleave": [_repeat_interleave],
     "repeat": [_repeat],
@@ -1200,7 +1080,6 @@ CALLS: dict[str, list[Make]] = {
     "slice_scatter": [_slice_scatter],
     "select_scatter": [_select_scatter],
     "diagonal": [_diagonal],
-    **{name: [on_one(name)] for name in ("contiguous", "clone", "alias", "detach", "lift_fresh_copy")},
     "to": [on_one("to.dtype", torch.float32)],
     "_to_copy": [lambda c: call("_to_copy", c.any(), dtype=torch.float32)],
     "type_as": [_type_as],
@@ -1214,12 +1093,8 @@ CALLS: dict[str, list[Make]] = {
     **{
         name: [_pooled(name, count)]
         for count in (1, 2, 3)
-        for name in (
-            f"avg_pool{count}d",
-            f"max_pool{count}d",
-            f"adaptive_avg_pool{count}d",
-            f"adaptive_max_pool{count}d",
-        )
+        for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
+        for name in [f"{kind}_pool{count}d"]
     },
     **{f"_adaptive_avg_pool{count}d": [_pooled(f"_adaptive_avg_pool{count}d", count)] for count in (2, 3)},
     "max_pool2d_with_indices": [_pooled("max_pool2d_with_indices", 2)],
@@ -1228,23 +1103,14 @@ CALLS: dict[str, list[Make]] = {
         name: [_upsampled(name, 2)]
         for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa")
     },
-    "tril": [on_one("tril", least=3)],
-    "triu": [on_one("triu", least=3)],
+    **{name: [on_one(name, least=3)] for name in ("tril", "triu")},
     "view_as_real": [lambda c: call("view_as_real", torch.view_as_complex(c.normal(*c.shape(), 2)))],
     "view_as_complex": [_complex_pairs],
     **{name: [_spectrum(name)] for name in ("fft_fft", "fft_rfft", "fft_irfft", "fft_ifft")},
     **{
         name: [_spectra(name)]
-        for name in (
-            "fft_fft2",
-            "fft_fftn",
-            "fft_rfft2",
-            "fft_rfftn",
-            "fft_ifft2",
-            "fft_ifftn",
-            "fft_irfft2",
-            "fft_irfftn",
-        )
+        for kind in ("fft", "rfft", "ifft", "irfft")
+        for name in (f"fft_{kind}2", f"fft_{kind}n")
     },
     **{name: [_parts_of_complex(name)] for name in ("real", "imag")},
     "unfold": [_unfold],
@@ -1254,21 +1120,12 @@ CALLS: dict[str, list[Make]] = {
     "prelu": [_prelu],
     "sum": [reduces("sum.dim_IntList"), _of_all("sum")],
     "mean": [reduces("mean.dim"), _of_all("mean")],
-    "amax": [reduces("amax")],
-    "amin": [reduces("amin")],
-    "max": [reduces_one("max.dim"), _of_all("max"), _largest_of_two("max")],
-    "min": [reduces_one("min.dim"), _of_all("min"), _largest_of_two("min")],
-    "argmax": [reduces_one("argmax")],
-    "argmin": [reduces_one("argmin")],
-    "any": [_of_mask("any.dim")],
-    "all": [_of_mask("all.dim")],
+    **{name: [reduces(name)] for name in ("amax", "amin", "logsumexp")},
+    **{name: [reduces_one(f"{name}.dim"), _of_all(name), _largest_of_two(name)] for name in ("max", "min")},
+    **{name: [reduces_one(name)] for name in ("argmax", "argmin")},
+    **{name: [_of_mask(f"{name}.dim")] for name in ("any", "all")},
     "prod": [reduces_one("prod.dim_int"), _of_all("prod")],
-    "var": [lambda c: call("var.correction", x := c.any(), c.dims(x), correction=1, keepdim=c.yes())],
-    "std": [lambda c: call("std.correction", x := c.any(), c.dims(x), correction=1, keepdim=c.yes())],
-    "var_mean": [
-        lambda c: call("var_mean.correction", x := c.any(), c.dims(x), correction=0, keepdim=c.yes())
-    ],
-    "logsumexp": [reduces("logsumexp")],
+    **{name: [_spread(f"{name}.correction", number)] for name, number in (("var", 1), ("std", 1), ("var_mean", 0))},
     "median": [reduces_one("median.dim")],
     "count_nonzero": [lambda c: call("count_nonzero.dim_IntList", x := c.any(), c.dims(x))],
     "softmax": [along_dim("softmax.int")],
@@ -1276,15 +1133,12 @@ CALLS: dict[str, list[Make]] = {
     "log_softmax": [along_dim("log_softmax.int")],
     "_log_softmax": [along_dim("_log_softmax", False)],
     **{name: [along_dim(name)] for name in ("cumsum", "cumprod", "logcumsumexp")},
-    "sort": [_sorted("sort")],
-    "argsort": [_sorted("argsort")],
-    "topk": [_sorted("topk")],
-    "mse_loss": [_loss("mse_loss")],
-    "l1_loss": [_loss("l1_loss")],
-    "smooth_l1_loss": [_loss("smooth_l1_loss", 0.5)],
-    "huber_loss": [_loss("huber_loss", 0.5)],
-    "soft_margin_loss": [_loss("soft_margin_loss")],
-    "binary_cross_entropy_with_logits": [_loss("binary_cross_entropy_with_logits")],
+    **{name: [_sorted(name)] for name in ("sort", "argsort", "topk")},
+    **{
+        name: [_loss(name)]
+        for name in ("mse_loss", "l1_loss", "soft_margin_loss", "binary_cross_entropy_with_logits")
+    },
+    **{name: [_loss(name, 0.5)] for name in ("smooth_l1_loss", "huber_loss")},
     "glu": [_glu],
     **{
         f"{name}_backward": [_gradient(f"{name}_backward", *rest)]
@@ -1317,7 +1171,7 @@ CALLS: dict[str, list[Make]] = {
 POINTWISE: dict[str, list[Make]] = {
     **{
         name: [on_one(name)]
-        for name in (
+        for name in [
             "relu",
             "gelu",
             "silu",
@@ -1330,7 +1184,7 @@ POINTWISE: dict[str, list[Make]] = {
             "elu",
             "leaky_relu",
             "erf",
-        )
+        ]
     },
     "pow": [on_one("pow.Tensor_Scalar", 2), on_broadcast("pow.Tensor_Tensor")],
     "maximum": [on_broadcast("maximum")],
