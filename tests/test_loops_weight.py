@@ -159,7 +159,6 @@ def of_microbatches() -> tuple[list[str], str]:
     return found, said.getvalue()
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_a_weight_that_a_pipeline_cannot_use_is_refused_and_one_without_effect_said() -> None:
     (first, said), (second, _) = on_ranks(of_microbatches, 2)

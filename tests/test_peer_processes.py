@@ -202,7 +202,6 @@ def test_servers_are_killed_and_no_message_is_heard_twice(lives: int):
         assert not sequences or sequences[-1] < sent[number]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("slices", "copies"), [(1, 2.0), (25, 0.2)])
 def test_a_large_tensor_is_not_copied_more_often_than_encryption_needs(slices: int, copies: float):
     """ZeroMQ takes twice a frame's bytes to encrypt it, when the frame's turn comes. The receiver has nothing
