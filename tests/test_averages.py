@@ -31,6 +31,7 @@ from meshloom.planner.ranks import step_facts
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.progress import Listener
 from meshloom.verify.run import verify
+from tests.fitted import fitted
 from tests.jobs import averaged, class_loss, make_job, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
 from tests.processes import on_ranks
@@ -179,10 +180,8 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
 def test_averages_go_on_under_another_plan(
     before: str, after: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
 ):
-    with ml.Trainer(job(), before, steps=2, out=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
-    with ml.Trainer(job(), after, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(job(), before, steps=2, out=tmp_path, listener=QUIET, devices="auto")
+    fitted(job(), after, out=tmp_path, resume=tmp_path, listener=QUIET, devices="auto")
     for name, value in averages_in(tmp_path).items():
         torch.testing.assert_close(value, expected[0].module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
@@ -190,10 +189,8 @@ def test_averages_go_on_under_another_plan(
 @pytest.mark.long
 def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(tmp_path: Path):
     """They begin with the parameters after the first step that keeps them."""
-    with ml.Trainer(job(), "dp=2", steps=1, out=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
-    with ml.Trainer(plain(), "dp=2", steps=2, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(job(), "dp=2", steps=1, out=tmp_path, listener=QUIET, devices="auto")
+    fitted(plain(), "dp=2", steps=2, out=tmp_path, resume=tmp_path, listener=QUIET, devices="auto")
     assert main(["export", str(tmp_path), "--to", "torch", "--out", str(tmp_path / "none"), "--average"]) == 2
     with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
         trainer.fit()
@@ -209,8 +206,7 @@ def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     small = averaged(make_job("mlp", optimizer, steps=3), 0.5)
     found: list[dict[str, Tensor]] = []
     for number, plan in enumerate(["dp=1", f"dp=2,zero=1,{TP}"]):
-        with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
-            trainer.fit()
+        fitted(small, plan, out=tmp_path / str(number), listener=QUIET, devices="auto")
         found.append(averages_in(tmp_path / str(number)))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)  # Muon's iterations round

@@ -34,6 +34,7 @@ from meshloom.train import run_checkpoints
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from tests.covering import few
+from tests.fitted import fitted
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.saving_jobs import names_in
@@ -93,8 +94,7 @@ def train(
         step=lambda progress: step(progress.step) if step else None,
         saved=lambda step, path: notes.append(f"saved {step}"),
     )
-    with Trainer(job, plan, devices="simulated", out=out, listener=listener, **more) as trainer:
-        trainer.fit()
+    fitted(job, plan, out=out, listener=listener, **more)
     return notes
 
 
@@ -285,8 +285,7 @@ def test_progress_says_how_much_of_a_save_is_written(monkeypatch: pytest.MonkeyP
             go.set()
 
     listener = Listener(started=lambda text: None, note=lambda text: None, step=step)
-    with Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
-        trainer.fit()
+    fitted(job_of(), "dp=2", out=tmp_path, listener=listener)
     assert seen[:2] == [None, None] and seen[2] in (0.0, 0.5) and seen[3] == 0.5
 
 
@@ -448,7 +447,7 @@ def one_of_processes(
     found.go.set()
     found.failing = 1 if failing is not None and failing == int(os.environ["RANK"]) else None
     try:
-        with Trainer(
+        fitted(
             job_of("gpt", checkpoint=how),
             plan,
             devices="cpu",
@@ -456,8 +455,7 @@ def one_of_processes(
             transport=transport,
             share=share,
             listener=QUIET,
-        ) as trainer:
-            trainer.fit()
+        )
     except CheckpointError as error:
         return str(error)
     finally:

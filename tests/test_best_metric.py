@@ -15,6 +15,7 @@ from meshloom.core.errors import CheckpointError, JobError, PlanError
 from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.telemetry.progress import Listener
+from tests.fitted import fitted
 from tests.jobs import vectors
 from tests.logging_jobs import logging_job
 
@@ -53,8 +54,7 @@ def test_training_stops_and_the_best_is_kept(plan: str, tmp_path: Path):
 @pytest.mark.slow
 def test_what_was_waited_for_is_resumed_under_another_plan(tmp_path: Path):
     """A run of 3 steps has waited once; resumed, it ends after two more."""
-    with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, listener=quiet()) as trainer:
-        trainer.fit()
+    fitted(job(), "dp=2", steps=3, out=tmp_path, listener=quiet(), devices="auto")
     with ml.Trainer(job(), "pp=2,microbatches=2", out=tmp_path, resume=tmp_path, listener=quiet()) as trainer:
         trainer.fit()
         assert trainer.next_step == 5
@@ -62,8 +62,7 @@ def test_what_was_waited_for_is_resumed_under_another_plan(tmp_path: Path):
         CheckpointError, match=r"is of a run that has ended: score has not .* Give Evaluate a larger patience"
     ):
         ml.Trainer(job(), "dp=2", out=tmp_path, resume=tmp_path, listener=quiet())
-    with ml.Trainer(job(patience=4), "dp=2", out=tmp_path, resume=tmp_path, listener=quiet()) as trainer:
-        trainer.fit()
+    fitted(job(patience=4), "dp=2", out=tmp_path, resume=tmp_path, listener=quiet(), devices="auto")
     assert find(tmp_path / "best").name == "step-00000006"
 
 
@@ -95,8 +94,7 @@ def test_several_listeners_hear_every_event_in_order(tmp_path: Path):
             **{event: hears(event) for event in ("started", "step", "evaluated", "saved", "ended")}, note=str
         )
 
-    with ml.Trainer(job(), "dp=2", steps=2, out=tmp_path, listener=[listener("a"), listener("b")]) as trainer:
-        trainer.fit()
+    fitted(job(), "dp=2", steps=2, out=tmp_path, listener=[listener("a"), listener("b")], devices="auto")
     step = ["step", "evaluated", "saved"]
     events = ["started", *step, *step, "saved", "ended"]
     assert heard == [(who, event) for event in events for who in "ab"]

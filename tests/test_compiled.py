@@ -17,6 +17,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.train.trainer import Trainer
 from tests import jobs_in_memory
+from tests.fitted import fitted
 from tests.jobs import MLP, make_job
 from tests.verified import equals_one_device
 
@@ -71,8 +72,7 @@ def test_either_form_resumes_the_other(
     before: Callable[[], nn.Module], after: Callable[[], nn.Module], plan: str, tmp_path: Path
 ):
     """Names in checkpoints had `_orig_mod.` in them."""
-    with Trainer(job_of(before), plan, devices="simulated", steps=1, out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job_of(before), plan, steps=1, out=tmp_path)
     found = losses(job_of(after), plan, steps=2, resume=tmp_path)
     # compiled operators may be fused
     assert found == pytest.approx(losses(job_of(MLP), plan, steps=2)[1:], rel=1e-6)
@@ -127,8 +127,7 @@ def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
     """They stay compiled where the loss is not read."""
     torch.compiler.reset()
     made.clear()
-    with Trainer(normalising(), plan, devices="simulated") as trainer:
-        trainer.fit()
+    fitted(normalising(), plan)
     assert bool(made) == compiles
 
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.program.ir import replaced
-from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.fitted import fitted
 
 pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
 
@@ -145,16 +145,14 @@ def check(seen: Seen) -> None:
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_a_run_of_programs_enters_few_modes_and_replaces_little(seen: Seen, plan: str) -> None:
-    with Trainer(job_of(seen), Plan.parse(plan), devices="simulated") as trainer:
-        trainer.fit()
+    fitted(job_of(seen), Plan.parse(plan))
     check(seen)
     assert seen.modes and seen.of_torch()
 
 
 @pytest.mark.long
 def test_a_run_under_dp_enters_no_mode(seen: Seen) -> None:
-    with Trainer(job_of(seen), Plan.parse("dp=2"), devices="simulated") as trainer:
-        trainer.fit()
+    fitted(job_of(seen), Plan.parse("dp=2"))
     assert not seen.modes
     assert set(seen.of_torch()) <= {"torch.cond"}  # which stays once it is replaced
 

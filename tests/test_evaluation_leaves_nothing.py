@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshloom as ml
 from meshloom.replica.model_state import ModelState
 from tests.covering import slow
+from tests.fitted import fitted
 from tests.jobs import class_loss, vectors
 from tests.verified import equals_one_device, report_on
 
@@ -112,10 +113,7 @@ def test_so_are_they_under_other_plans(plan: str):
 def test_asynchronous_runs_say_so_too():
     said: list[str] = []
     listener = ml.Listener(started=lambda text: None, note=said.append)
-    with ml.Trainer(
-        job("in place"), "dp=2,exchange=async", devices="simulated", listener=listener
-    ) as trainer:
-        trainer.fit()
+    fitted(job("in place"), "dp=2,exchange=async", listener=listener)
     assert sum(each.startswith("Metrics write seen") for each in said) == 1
 
 

@@ -16,6 +16,7 @@ from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.verified import equals_one_device
 
 
@@ -50,8 +51,7 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(plan: str, tmp_path:
     with pytest.raises(CheckpointError, match="_extra_state is of type dict.* Let get_extra_state"):
         trainer = Trainer(job_of({"calls": 1}), plan, devices="simulated", out=tmp_path, listener=QUIET)
     assert trainer is None and not list(tmp_path.glob("step-*"))
-    with Trainer(job_of({"calls": 1}), plan, devices="simulated", listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(job_of({"calls": 1}), plan, listener=QUIET)
 
 
 @pytest.mark.long
@@ -61,10 +61,7 @@ def test_verify_says_why_it_does_not_resume():
 
 
 def test_a_tensor_is_saved_and_comes_back(tmp_path: Path):
-    with Trainer(
-        job_of(torch.tensor([3, 4])), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET
-    ) as trainer:
-        trainer.fit()
+    fitted(job_of(torch.tensor([3, 4])), "dp=2", out=tmp_path, steps=1, listener=QUIET)
     with Trainer(
         job_of(torch.tensor([0, 0])), "dp=2", devices="simulated", resume=tmp_path, listener=QUIET
     ) as trainer:
@@ -122,5 +119,4 @@ def test_state_of_optimizers_that_cannot_be_saved_is_found_after_the_first_step(
         with pytest.raises(JobError, match="nested cannot be saved: mean is a Tensor"):
             trainer.fit()
         assert trainer.next_step == 1
-    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(job, plan, listener=QUIET)

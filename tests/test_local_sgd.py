@@ -22,6 +22,7 @@ from meshloom.exchange.local_sgd import TakeMean
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.fitted import fitted
 from tests.jobs import GPT, class_loss, make_job, vectors
 from tests.verified import equals_one_device, report_on
 
@@ -320,10 +321,7 @@ def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path
     job = steady("sgd", batch_size=12, steps=6)
     plan = "dp=2,microbatches=2,exchange=diloco,local_steps=2"
     straight = trained(job, plan, steps=6)
-    with Trainer(
-        job, f"{plan},tp=2", devices="simulated", steps=2, out=tmp_path, dtype=torch.float64
-    ) as trainer:
-        trainer.fit()
+    fitted(job, f"{plan},tp=2", steps=2, out=tmp_path, dtype=torch.float64)
     # the optimizer's state was averaged by the save
     assert_near(trained(job, plan, resume=tmp_path), straight, rtol=1e-4)
     with Trainer(job, plan, devices="simulated", resume=tmp_path, dtype=torch.float64) as trainer:

@@ -20,6 +20,7 @@ from meshloom.core.random import model_seed, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.loss_scale_jobs import BAD, BATCH, overflowing_job
 from tests.precision_jobs import job_of
 from tests.processes import on_ranks
@@ -160,8 +161,7 @@ def test_small_gradients_survive_only_with_the_scale():
 def test_a_run_goes_on_with_its_scale_under_another_plan(plan: str, tmp_path: Path):
     of = overflowing_job(10, checkpoint_every=3, keep_checkpoints=9)
     whole, scales = states_of(of, "dp=2")
-    with Trainer(of, "dp=2,precision=fp16-mixed", devices="simulated", out=tmp_path, listener=QUIET) as trainer:  # fmt: skip
-        trainer.fit()
+    fitted(of, "dp=2,precision=fp16-mixed", out=tmp_path, listener=QUIET)
     states, resumed = states_of(of, plan, resume=tmp_path / "step-00000003")
     assert resumed[0] == scales[0] == LossScale(scale=2.0**15, good_steps=2, skipped=1)
     for name, each in whole[-1].items():
@@ -199,8 +199,7 @@ def test_skipped_steps_are_told(tmp_path: Path):
     notes: list[str] = []
     listener = Listener(started=lambda text: None, note=notes.append)
     of = overflowing_job(10)
-    with Trainer(of, "dp=2,precision=fp16-mixed", devices="simulated", cache="off", listener=listener) as trainer:  # fmt: skip
-        summary = trainer.fit()
+    summary = fitted(of, "dp=2,precision=fp16-mixed", cache="off", listener=listener)
     assert [note for note in notes if "skipped" in note] == [
         "Step 2 was skipped: gradients overflowed float16. The loss is now scaled by 32768."
     ]
@@ -221,10 +220,7 @@ def test_what_overflows_at_any_scale_is_an_error(plan: str):
 
     def trained(loss: Any) -> None:
         of = job_of("mlp", steps=60, loss=loss)
-        with Trainer(
-            of, f"{plan},precision=fp16-mixed", devices="simulated", cache="off", listener=QUIET
-        ) as trainer:
-            trainer.fit()
+        fitted(of, f"{plan},precision=fp16-mixed", cache="off", listener=QUIET)
 
     with pytest.raises(TrainingError, match=r"The loss of step 16 is (inf|nan): rank"):
         trained(broken)

@@ -16,6 +16,7 @@ from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.planted import BUGS
 from tests.planted.jobs import JOBS
 from tests.precision_jobs import job_of
@@ -64,8 +65,7 @@ def test_metrics_are_computed_under_autocast_too():
 
     job = job_of("mlp")
     job = replace(job, evaluate=Evaluate(job.data, {"mean": metric}, every=3))
-    with Trainer(job, "dp=2,precision=bf16-mixed", devices="simulated") as trainer:
-        trainer.fit()
+    fitted(job, "dp=2,precision=bf16-mixed")
     assert set(seen) == {torch.bfloat16}
 
 
@@ -78,10 +78,7 @@ def test_workers_of_an_asynchronous_run_compute_under_autocast():
         seen.append((returned := model(batch["x"])).dtype)
         return torch.nn.functional.cross_entropy(returned, batch["y"])
 
-    with Trainer(
-        replace(job, loss=loss), "dp=2,exchange=async,precision=bf16-mixed", devices="simulated"
-    ) as trainer:
-        trainer.fit()
+    fitted(replace(job, loss=loss), "dp=2,exchange=async,precision=bf16-mixed")
     assert set(seen) == {torch.bfloat16}
 
 
@@ -101,8 +98,7 @@ def test_bytes_are_as_predicted_and_activations_are_half(model: str, plan: str):
     for precision in ("float32", "bf16-mixed"):
         job = job_of(model, drop_last=True)
         job = replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2))
-        with Trainer(job, f"{plan},precision={precision}", devices="simulated", cache="off") as trainer:
-            summary = trainer.fit()
+        summary = fitted(job, f"{plan},precision={precision}", cache="off")
         assert summary.predicted == summary.counted
         counted.append(summary.counted.total("pp") if "pp" in plan else summary.counted.total("dp"))
     if "pp" in plan:  # activations between stages

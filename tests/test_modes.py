@@ -24,6 +24,7 @@ from meshloom.program.capture.check import check_against_eager
 from meshloom.program.trace.precision import build_model
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.jobs import class_loss, vectors
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -140,13 +141,11 @@ def test_an_asynchronous_worker_keeps_what_is_frozen():
         with_frozen_statistics, evaluate=Evaluate(vectors, {"loss": class_loss}, every=1), shuffle=False
     )
     found: list[float] = []
-    with Trainer(
+    fitted(
         job,
         "dp=1,exchange=async,keyed_draws=true",
-        devices="simulated",
         listener=Listener(step=lambda each: found.append(each.loss)),
-    ) as trainer:
-        trainer.fit()
+    )
     assert found == pytest.approx(one_device(job, 4), rel=1e-6)
 
 

@@ -18,6 +18,7 @@ from meshloom.optimizer.offload.disk import StateFile
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from tests.covering import few
+from tests.fitted import fitted
 from tests.jobs import make_job
 from tests.offload_jobs import in_file, job_with, offload_job, ran, small, tensor_files
 from tests.saving_jobs import names_in
@@ -108,10 +109,7 @@ def test_checkpoints_are_written_in_the_foreground_and_that_is_said(
     small(monkeypatch)
     notes: list[str] = []
     job = offload_job("mlp", "sgd", steps=2, checkpoint="background", checkpoint_every=1)
-    with Trainer(
-        job, "dp=2,zero=1,offload=optimizer", devices="simulated", out=tmp_path / "with", listener=Listener(note=notes.append)
-    ) as trainer:  # fmt: skip
-        trainer.fit()
+    fitted(job, "dp=2,zero=1,offload=optimizer", out=tmp_path / "with", listener=Listener(note=notes.append))
     assert next(note for note in notes if "in the foreground" in note).startswith(
         "Checkpoints are written in the foreground: offload=optimizer keeps the optimizer's state in a file"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshloom.core.job import Job
-from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -54,16 +54,7 @@ def job() -> Job:
 
 def trained(plan: str, out: Path, *, steps: int, resume: Path | None = None) -> dict[str, Tensor]:
     """What the checkpoint has after so many steps."""
-    with Trainer(
-        job(),
-        f"{plan},keyed_draws=true",
-        devices="simulated",
-        cache="off",
-        out=out,
-        steps=steps,
-        resume=resume,
-    ) as trainer:
-        trainer.fit()
+    fitted(job(), f"{plan},keyed_draws=true", cache="off", out=out, steps=steps, resume=resume)
     return load_file(out / f"step-{steps:08d}" / "model.safetensors")
 
 

@@ -11,9 +11,9 @@ from jobs import make_job
 
 from meshloom.cli.main import main
 from meshloom.telemetry.progress import QUIET
-from meshloom.train.trainer import Trainer
 from tests import browsers
 from tests.browsers import chromium
+from tests.fitted import fitted
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -26,10 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with a pipeline, beside one without."""
     directory = tmp_path_factory.mktemp("runs")
     for name, plan in (("pipeline", "pp=2,microbatches=2"), ("replicas", "dp=2")):
-        with Trainer(
-            make_job("mlp", "sgd"), plan, devices="simulated", steps=4, out=directory / name, listener=QUIET
-        ) as trainer:  # fmt: skip
-            trainer.fit()
+        fitted(make_job("mlp", "sgd"), plan, steps=4, out=directory / name, listener=QUIET)
     file = directory / "page.html"
     assert main(["report", str(directory / "pipeline"), "--html", str(file), "--beside", str(directory / "replicas")]) == 0  # fmt: skip
     return file

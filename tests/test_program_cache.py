@@ -35,6 +35,7 @@ from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
+from tests.fitted import fitted
 from tests.verified import equals_one_device
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "without_job_files")]
@@ -407,10 +408,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
     told: list[list[str]] = []
     for plan in ("dp=2,sync_batch_norm=true", "dp=2,pp=2", "dp=2,pp=2"):
         timings = Timings()
-        with Trainer(
-            replace(job_of(normed), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings
-        ) as trainer:
-            trainer.fit()
+        fitted(replace(job_of(normed), steps=1), plan, cache=tmp_path, timings=timings)
         told.append(timings.notes)
     assert told == [
         [],
@@ -423,10 +421,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
 def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
     for plan, divisions in (("tp=2", 1), ("tp=4", 2), ("tp=2,tp_placements=0.linear:replicated", 3)):
         timings = Timings()
-        with Trainer(
-            replace(job_of(), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings
-        ) as trainer:
-            trainer.fit()
+        fitted(replace(job_of(), steps=1), plan, cache=tmp_path, timings=timings)
         assert len(list(tmp_path.glob("division-*"))) == divisions
     assert "reading" not in timings.seconds
 

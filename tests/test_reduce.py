@@ -18,6 +18,7 @@ from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
+from tests.fitted import fitted
 from tests.planted import BUGS
 from tests.planted.jobs import JOBS
 from tests.precision_jobs import MODELS, job_of
@@ -118,10 +119,7 @@ def test_half_gradients_travel_in_float32(plan: str):
     of = replace(made, model=lambda: made.model().bfloat16(), loss=loss)
     found: list[int] = []
     for reduce in ("own", "float32"):
-        with Trainer(
-            of, f"{plan},reduce={reduce}", devices="simulated", cache="off", listener=QUIET
-        ) as trainer:
-            summary = trainer.fit()
+        summary = fitted(of, f"{plan},reduce={reduce}", cache="off", listener=QUIET)
         assert summary.predicted == summary.counted
         sent = summary.counted.bytes["dp"]
         found.append(sent["reduce_scatter" if "zero" in plan else "all_reduce"])

@@ -40,6 +40,7 @@ from meshloom.parameters.values.initial_values import HeldTensor
 from meshloom.parameters.whole_model import WholeModel
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.jobs import make_job
 from tests.jobs_in_memory import integers, job_of, normal
 from tests.saving_jobs import (
@@ -152,8 +153,7 @@ LOADS_NOTHING = Loader(weight=lambda *_: None, state=lambda *_: None, finish=lam
 @pytest.mark.long
 def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=2)
-    with Trainer(job, plan, devices="simulated", steps=1, out=tmp_path, listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(job, plan, steps=1, out=tmp_path, listener=QUIET)
     with pytest.raises(CheckpointError, match="is of another model"):
         Trainer(make_job("cnn", "adamw", steps=2), plan, devices="simulated", resume=tmp_path, listener=QUIET)
     with pytest.raises(CheckpointError, match=r"optimizer is AdamW with .* the job's is SGD"):
@@ -451,8 +451,7 @@ def test_other_rates_in_the_job_than_in_the_checkpoint_are_said(plan: str, tmp_p
     def goes_on(rate: float, steps: int) -> list[str]:
         notes.clear()
         resume = tmp_path if steps > 1 else None
-        with Trainer(rated(rate), plan, devices="simulated", out=tmp_path, resume=resume, steps=steps, listener=listener) as trainer:  # fmt: skip
-            trainer.fit()
+        fitted(rated(rate), plan, out=tmp_path, resume=resume, steps=steps, listener=listener)
         return [note for note in notes if "optimizer function" in note]
 
     assert goes_on(0.01, 1) == goes_on(0.01, 2) == []
@@ -465,8 +464,7 @@ def test_other_rates_in_the_job_than_in_the_checkpoint_are_said(plan: str, tmp_p
 
 def after_one_step(directory: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and what its meta file has."""
-    with Trainer(rated(0.01), "dp=2", devices="simulated", out=directory, steps=1, listener=QUIET) as trainer:
-        trainer.fit()
+    fitted(rated(0.01), "dp=2", out=directory, steps=1, listener=QUIET)
     (path,) = directory.glob("step-*")
     meta = read_meta(path)
     assert meta is not None
@@ -491,8 +489,7 @@ def test_what_earlier_versions_kept_of_attributes_is_named(tmp_path: Path) -> No
     (path / META).write_text(meta_text({**meta, "values": {**meta["values"], "attributes": kept}}))
     notes: list[str] = []
     listener = replace(QUIET, note=notes.append)
-    with Trainer(rated(0.01), "dp=2", devices="simulated", resume=tmp_path, listener=listener) as trainer:
-        trainer.fit()
+    fitted(rated(0.01), "dp=2", resume=tmp_path, listener=listener)
     assert [each for each in notes if "earlier versions" in each] == [
         "The checkpoint has rnn.hidden, calls of earlier versions, which are not kept any more: they begin as the model is built."
     ]

@@ -28,6 +28,7 @@ from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 
 ASYNC = "dp=2,exchange=async"
 FILE = str(Path(__file__).with_name("job_file.py"))
@@ -117,8 +118,7 @@ def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path)
     """A second run with the same command deleted the newest checkpoints of the first, because only the last
     few are kept."""
     job = make_job("mlp", "sgd", steps=4, checkpoint_every=2, keep_checkpoints=2)
-    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job, "dp=2", out=tmp_path)
     before = names_in(tmp_path)
     sentence = (
         f"{tmp_path} holds checkpoints of an earlier run, the newest of step 4. Go on from it with --resume {tmp_path} (resume=), or begin anew with "
@@ -145,8 +145,7 @@ def test_overwriting_keeps_the_old_until_there_is_a_new_one(plan: str, tmp_path:
         there.append(names_in(tmp_path))
 
     listener = Listener(started=lambda text: None, note=lambda text: None, step=look, saved=look)
-    with Trainer(job, plan, devices="simulated", out=tmp_path, overwrite=True, listener=listener) as trainer:
-        trainer.fit()
+    fitted(job, plan, out=tmp_path, overwrite=True, listener=listener)
     assert there[0] == there[1] == ["step-00000002", "step-00000900"]
     assert there[2] == ["step-00000002"]
     assert there[-1] == ["step-00000004", "step-00000006"]
@@ -195,8 +194,7 @@ def test_the_command_line_runs_twice_into_one_directory_only_if_told_so(
 @pytest.mark.long
 def test_a_newer_checkpoint_without_meta_is_not_passed_over_in_silence(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=4, checkpoint_every=2)
-    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job, "dp=2", out=tmp_path)
     (tmp_path / "step-00000004/meta.json").unlink()
     notes: list[str] = []
     Trainer(
@@ -298,8 +296,7 @@ def test_only_one_batch_is_tried_and_only_once() -> None:
         return class_loss(model, batch)
 
     job = replace(counting_job({"loss": metric}), batch_size=4)
-    with Trainer(job, "dp=1", devices="simulated") as trainer:
-        summary = trainer.fit()
+    summary = fitted(job, "dp=1")
     assert sizes == [4, *[4, 4, 2]]
     assert summary.predicted.bytes == summary.counted.bytes
 

@@ -20,7 +20,7 @@ from meshloom.report.page.history import read_history
 from meshloom.report.page.page import page
 from meshloom.telemetry.progress import QUIET, Progress
 from meshloom.telemetry.run_log import FILE, RunLog, read_events
-from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "first"
     for steps in (3, 5):
         resume = out if steps == 5 else None
-        with Trainer(
-            make_job("mlp", "sgd"), "dp=2", devices="simulated", steps=steps, out=out, resume=resume, listener=QUIET
-        ) as trainer:  # fmt: skip
-            trainer.fit()
+        fitted(make_job("mlp", "sgd"), "dp=2", steps=steps, out=out, resume=resume, listener=QUIET)
     return out
 
 
@@ -149,10 +146,7 @@ def test_the_page_shows_what_was_measured(run: Path) -> None:
 
 
 def test_an_asynchronous_run_shows_its_updates(tmp_path: Path) -> None:
-    with Trainer(
-        make_job("mlp", "sgd"), "dp=2,exchange=async", devices="simulated", steps=6, out=tmp_path, listener=QUIET
-    ) as trainer:  # fmt: skip
-        summary = trainer.fit()
+    summary = fitted(make_job("mlp", "sgd"), "dp=2,exchange=async", steps=6, out=tmp_path, listener=QUIET)
     history = read_history(tmp_path)
     assert history.end["last_loss"] == summary.last_loss
     assert [step for step, _ in history.steps["age"]] == [1, 2, 3, 4, 5, 6]

@@ -18,6 +18,7 @@ from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.verified import equals_one_device
 
 NODES, KINDS = 12, 3
@@ -151,10 +152,7 @@ def test_programs_know_one_sparse_layout():
 def test_checkpoints_leave_it_out_and_resume(tmp_path: Path):
     normalised = replace(job(), model=Normalised, steps=2)
     for plan, steps, resume in (("dp=2", 1, None), ("tp=2,microbatches=2", 2, tmp_path)):
-        with Trainer(
-            normalised, plan, devices="simulated", out=tmp_path, steps=steps, resume=resume
-        ) as trainer:
-            trainer.fit()
+        fitted(normalised, plan, out=tmp_path, steps=steps, resume=resume)
     with Trainer(normalised, "dp=1,microbatches=2", devices="simulated") as whole:
         whole.fit()
         state = whole.replicas[0].model.state_dict()

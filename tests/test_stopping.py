@@ -20,6 +20,7 @@ from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 
 
 def at_step(step: int, act: Callable[[], None]) -> Listener:
@@ -165,10 +166,7 @@ def test_a_handler_of_the_users_own_stays(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         listener = at_step(2, lambda: signal.raise_signal(signal.SIGTERM))
-        with Trainer(
-            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener
-        ) as trainer:
-            trainer.fit()
+        fitted(make_job("mlp", "sgd"), "dp=2", out=tmp_path, listener=listener)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
@@ -216,8 +214,5 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
 
 
 def test_bytes_are_predicted_with_a_directory_too(tmp_path: Path) -> None:
-    with Trainer(
-        make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=QUIET
-    ) as trainer:
-        summary = trainer.fit()
+    summary = fitted(make_job("mlp", "sgd"), "dp=2", out=tmp_path, listener=QUIET)
     assert summary.predicted.bytes == summary.counted.bytes

@@ -31,8 +31,8 @@ from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
 from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of, on_paper
 from meshloom.telemetry.timeline_files import FILE, Recording, read_recording, write_recording
-from meshloom.train.trainer import Trainer
 from tests.covering import few
+from tests.fitted import fitted
 from tests.jobs import make_job, vectors
 
 FILE_OF_A_JOB = str(Path(__file__).with_name("job_file.py"))
@@ -367,8 +367,7 @@ def test_the_timeline_of_a_step_with_a_short_batch_is_kept(tmp_path: Path, sched
     first ones, and the run ended with an error before its last checkpoint."""
     job, out = make_job("mlp", "sgd", steps=2, data=lambda: vectors(18)), tmp_path / "run"
     plan = f"dp=2,pp=2,schedule={schedule},microbatches=4"
-    with Trainer(job, plan, devices="simulated", out=out) as trainer:
-        trainer.fit()
+    fitted(job, plan, out=out)
     short = read_recording(out).timelines[-1]
     assert short.step == 2 and sorted(each.num_microbatches for each in short.pipelines.values()) == [2, 4]
     assert len(idle_of(short)) == 4 and all(0.0 <= each.own_seconds < 1.0 for each in idle_of(short))

@@ -24,6 +24,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
+from tests.fitted import fitted
 from tests.jobs import MLP, class_loss, make_job, vectors
 from tests.saving_jobs import names_in
 
@@ -127,8 +128,7 @@ def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(
 ) -> None:
     job = make_job("gpt", optimizer, steps=7)
     expected = losses(job, "dp=2,microbatches=2")
-    with Trainer(job, "dp=2,microbatches=2", devices="simulated", steps=3, out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job, "dp=2,microbatches=2", steps=3, out=tmp_path)
     found = losses(job, plan, resume=tmp_path)
     if plan == "dp=2,microbatches=2":
         assert found == expected[3:]
@@ -152,14 +152,7 @@ def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
 def test_checkpoints_are_written_when_due_and_old_ones_go(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=7, checkpoint_every=2, keep_checkpoints=3)
     seen: list[int] = []
-    with Trainer(
-        job,
-        "dp=2",
-        devices="simulated",
-        out=tmp_path,
-        listener=Listener(saved=lambda step, path: seen.append(step)),
-    ) as trainer:
-        summary = trainer.fit()
+    summary = fitted(job, "dp=2", out=tmp_path, listener=Listener(saved=lambda step, path: seen.append(step)))
     assert seen == [2, 4, 6, 7]
     assert names_in(tmp_path) == [
         "step-00000004",
@@ -171,8 +164,7 @@ def test_checkpoints_are_written_when_due_and_old_ones_go(tmp_path: Path) -> Non
 
 def test_nothing_is_left_to_resume_says_how_to_go_on(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=2)
-    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job, "dp=2", out=tmp_path)
     with pytest.raises(
         CheckpointError,
         match="is at step 2 and the run has 2 steps, so nothing is left. Give more with --steps",
@@ -183,15 +175,13 @@ def test_nothing_is_left_to_resume_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_another_seed_would_read_other_data(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=2)
-    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(job, "dp=2", out=tmp_path)
     with pytest.raises(CheckpointError, match="written with seed=0 and the job has seed=5"):
         Trainer(replace(job, seed=5), "dp=2", devices="simulated", resume=tmp_path, steps=3)
 
 
 def test_another_model_names_what_differs(tmp_path: Path) -> None:
-    with Trainer(make_job("mlp", "sgd", steps=1), "dp=2", devices="simulated", out=tmp_path) as trainer:
-        trainer.fit()
+    fitted(make_job("mlp", "sgd", steps=1), "dp=2", out=tmp_path)
     with pytest.raises(CheckpointError, match=re.escape("of another model: it has no parameter scale")):
         Trainer(make_job("unused_twice", "sgd", steps=2), "dp=2", devices="simulated", resume=tmp_path)
 
@@ -242,10 +232,7 @@ def test_evaluation_does_not_change_training() -> None:
 @pytest.mark.long
 def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
     job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)
-    with Trainer(
-        replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan, devices="simulated"
-    ) as trainer:
-        summary = trainer.fit()
+    summary = fitted(replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan)
     assert summary.predicted == summary.counted
     assert summary.counted.total("dp") > 0
 
@@ -393,10 +380,7 @@ def test_a_scheduler_that_looks_at_the_loss_is_announced_under_every_plan(plan: 
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3),
     )
     notes: list[str] = []
-    with Trainer(
-        the_job, plan, devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)
-    ) as trainer:
-        trainer.fit()
+    fitted(the_job, plan, listener=Listener(started=lambda text: None, note=notes.append))
     assert [note.partition(". ")[0] for note in notes if "ReduceLROnPlateau" in note] == [
         "ReduceLROnPlateau is stepped after every step, with that step's training loss: patience=3 are steps, not epochs or evaluations"
     ]
