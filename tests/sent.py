@@ -3,8 +3,11 @@ one after another's turns."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshloom.comm.pieces import place, take
 from meshloom.comm.recording import RecordedGroup
@@ -14,7 +17,7 @@ from meshloom.core.random import seed_everything
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_step_end, sent_in_chunk
-from tests.division import SEED, Subject
+from tests.division import SEED
 
 Sent = list[dict[str, tuple[int, int]]]  # rank -> kind of collective -> calls and bytes
 
@@ -31,21 +34,21 @@ def predicted(part: Partition) -> Sent:
     return found
 
 
-def counted(part: Partition, subject: Subject) -> Sent:
-    """As the ranks do, for a chunk and the sum at the end. Their loss is one device's."""
+def counted(part: Partition, model: nn.Module, batch: Any, loss: Tensor | None = None) -> Sent:
+    """As the ranks do, for a chunk and the sum at the end. loss: one device's, which is theirs."""
     groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks)]
 
     def run(rank: int) -> None:
-        named = subject.model.named_parameters()
         parameters = {
             name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_()
-            for name, each in named
+            for name, each in model.named_parameters()
         }
+        buffers = {name: take(part.buffers[name], rank, each).clone() for name, each in model.named_buffers()}
         seed_everything(SEED)
-        loss = run_program(part.programs[rank], parameters, {}, subject.batch, group=groups[rank])
+        found = run_program(part.programs[rank], parameters, buffers, batch, group=groups[rank])
         # float64: sums in another order
-        assert loss.item() == pytest.approx(subject.outputs[0].item(), rel=1e-10)
-        loss.backward()
+        assert loss is None or found.item() == pytest.approx(loss.item(), rel=1e-10)
+        found.backward()
         if part.summed:
             gradients = [(part.parameters[name], parameters[name].grad) for name in part.summed]
             groups[rank].all_reduce(

@@ -422,39 +422,6 @@ def divided_share(choice: DivisionChoice, prefix: str) -> float:
     return sum(torch.Size(shape).numel() for name, shape in sizes.items() if found[name] != shape) / whole
 
 
-@pytest.mark.slow
-def test_two_all_reduces_per_block_and_direction(benchmark: Layout):
-    for rates in (default_rates("cpu"), default_rates("cuda")):
-        part = partition(choose(benchmark, 2, rates))
-        paths = {node.name: node.path for node in part.programs[0].nodes}
-        for block in range(1, gpt.SMALL.blocks):  # the first one's input comes from the embedding
-            sent = [
-                each
-                for each in sent_in_chunk(part.programs[0], 0)
-                if paths[each.node].startswith(f"blocks.{block}")
-            ]
-            assert Counter((each.collective, each.backward) for each in sent) == {
-                ("all_reduce", False): 2,
-                ("all_reduce", True): 2,
-            }
-            assert {each.num_bytes for each in sent} == {4 * gpt.SMALL.length * gpt.SMALL.width * 4}
-
-
-def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
-    """Norms and sums sharded along the sequence save less, with gathers and scatters of the same volume
-    (Korthikanti et al., 2022)."""
-    part = partition(choose(benchmark, 2, default_rates("cuda"), memory_bytes=142e6))
-    assert part.choice.strategies["layer_norm_3"].work == 0.5
-    paths = {node.name: node.path for node in part.programs[0].nodes}
-    sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith("blocks.2")]
-    size = 4 * gpt.SMALL.length * gpt.SMALL.width * 4
-    forward = Counter((each.collective, each.num_bytes) for each in sent if not each.backward)
-    assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
-    back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
-    # two of them gather again what was not saved
-    assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}
-
-
 class DroppingBlock(gpt.Block):
     """A block of the benchmark GPT with dropout before each sum."""
 

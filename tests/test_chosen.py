@@ -18,21 +18,17 @@ from torch import Tensor, nn
 import meshloom.tensor_parallel.search.bucket_elimination
 from benchmarks.step import gpt
 from meshloom.cli.main import main
-from meshloom.comm.pieces import take
-from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import in_turns
 from meshloom.program.capture.capture import capture
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.program.operators.linears import GatheredLinears
-from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.explain import account_of, text_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
-from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
-from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_step_end, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_step_end
+from tests.sent import counted, predicted
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 FAST = Rates(start_seconds=0.0, latency_seconds=0.0)
@@ -49,28 +45,6 @@ RATES = {
 }
 
 
-def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tuple[int, int]]]:
-    """Rank -> kind of collective -> calls and bytes of a chunk, forward and backward, and of the sum at the
-    end, as the ranks make them."""
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks)]
-
-    def run(rank: int) -> None:
-        parameters = {
-            name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_()
-            for name, each in model.named_parameters()
-        }
-        buffers = {name: take(part.buffers[name], rank, each).clone() for name, each in model.named_buffers()}
-        run_program(part.programs[rank], parameters, buffers, batch, group=groups[rank]).backward()
-        if part.summed:
-            gradients = [parameters[name].grad for name in part.summed]
-            groups[rank].all_reduce(
-                torch.cat([each.reshape(-1) for each in gradients if each is not None])
-            ).wait()
-
-    in_turns([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
-    return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
-
-
 @pytest.mark.covering("tied-2", "grouped-3", "convolutions")
 @pytest.mark.parametrize(
     "rates", ["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RATES)[1:])]
@@ -82,12 +56,7 @@ def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str
     program = capture(job_of(build, loss), (batch, batch))
     part = partition(choose(layout_of(program, BUILT_IN), num_ranks, RATES[rates]))
     torch.manual_seed(0)
-    for rank, found in enumerate(counted(part, build(), batch)):
-        assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
-        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part)]
-        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {
-            kind: calls for kind, (calls, _) in found.items()
-        }
+    assert counted(part, build(), batch) == predicted(part)
 
 
 @pytest.fixture(scope="module")

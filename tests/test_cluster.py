@@ -87,6 +87,10 @@ def broken(tmp_path: Path, **changes: Any) -> Path:
     return tmp_path / "machine.json"
 
 
+OPERATION = {"kind": "matmul", "dtype": "float32", "backward": False, "points": [[4, 1], [5, 2]], "spread": 0}
+LINK = {"collective": "send", "ranks": 2, "latency_seconds": 0, "bytes_per_second": 1, "residual": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -94,48 +98,9 @@ def broken(tmp_path: Path, **changes: Any) -> Path:
         ({"device": "tpu"}, "'tpu' is not known"),
         ({"operations": []}, "lacks measurements of matmul, attention"),
         ({"operations": [{"kind": "matmul"}]}, "is broken"),
-        (
-            {
-                "operations": [
-                    {
-                        "kind": "matmul",
-                        "dtype": "float32",
-                        "backward": False,
-                        "points": [[5, 1], [4, 2]],
-                        "spread": 0,
-                    }
-                ]
-            },
-            "ascending work",
-        ),
-        (
-            {
-                "links": [
-                    {
-                        "collective": "gossip",
-                        "ranks": 2,
-                        "latency_seconds": 0,
-                        "bytes_per_second": 1,
-                        "residual": 0,
-                    }
-                ]
-            },
-            "'gossip' is not known",
-        ),
-        (
-            {
-                "links": [
-                    {
-                        "collective": "send",
-                        "ranks": 2,
-                        "latency_seconds": 0,
-                        "bytes_per_second": 0,
-                        "residual": 0,
-                    }
-                ]
-            },
-            "no latency and no rate",
-        ),
+        ({"operations": [{**OPERATION, "points": [[5, 1], [4, 2]]}]}, "ascending work"),
+        ({"links": [{**LINK, "collective": "gossip"}]}, "'gossip' is not known"),
+        ({"links": [{**LINK, "bytes_per_second": 0}]}, "no latency and no rate"),
         ({"links": 3}, "is broken"),
         ({"speed": 1}, "is broken"),
         ({"call_seconds": "fast"}, "was not measured"),

@@ -108,4 +108,4 @@ def test_ranks_send_what_they_are_said_to_send(name: str, num_ranks: int, subjec
     part = compare(subject, num_ranks).partition
     if name in ("lstm", "gru", "rnn"):
         assert any(isinstance(node.target, RecurrentOfPart) for node in part.programs[0].nodes)
-    assert counted(part, subject) == predicted(part)
+    assert counted(part, subject.model, subject.batch, subject.outputs[0]) == predicted(part)

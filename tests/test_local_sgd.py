@@ -191,11 +191,9 @@ def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=SLOW)])
-@pytest.mark.parametrize(
-    "inner", [pytest.param("pp=2", marks=SLOW), "tp=2", pytest.param("pp=2,tp=2", marks=SLOW)]
-)
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("muon", marks=SLOW)])
+@pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("inner", ["pp=2", "tp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
 def test_a_divided_replica_steps_like_a_whole_one(exchange: str, inner: str, optimizer: str) -> None:
     job = steady(optimizer, batch_size=12)
     plan = f"dp=2,microbatches=2,exchange={exchange},local_steps=2"
@@ -283,16 +281,8 @@ def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param("sgd", marks=SLOW),
-        "adamw",
-        pytest.param("adafactor", marks=SLOW),
-        pytest.param("muon", marks=SLOW),
-    ],
-)
-@pytest.mark.parametrize("exchange", [pytest.param("local_sgd", marks=SLOW), "diloco"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
 def test_checkpoints_go_to_and_come_from_any_plan(exchange: str, optimizer: str, tmp_path: Path) -> None:
     job = steady(optimizer, batch_size=12, steps=8)
     local = f"dp=3,exchange={exchange},local_steps=2"

@@ -70,7 +70,7 @@ def test_a_rank_with_all_classes_of_a_head_waits_for_those_with_none(subject: Su
 def test_ranks_send_what_they_are_said_to_send(num_ranks: int, subject: Subject):
     for decide in (at_random(5), at_random(10)):
         part = compare(subject, num_ranks, decide).partition
-        assert counted(part, subject) == predicted(part)
+        assert counted(part, subject.model, subject.batch, subject.outputs[0]) == predicted(part)
 
 
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.25])

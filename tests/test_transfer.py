@@ -52,21 +52,15 @@ def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
     return [*(each.detach() for each in outputs), *gradients, *buffers.values()]
 
 
+FIELDS = (
+    "nodes", "out_spec", "outputs", "parameters", "buffers", "inputs", "updates", "in_place", "device", "training", "precision",
+)  # fmt: skip
+
+
 def same(one: Program, other: Program) -> None:
     assert one.describe() == other.describe() and one.digest() == other.digest()
-    assert one.nodes == other.nodes and one.out_spec == other.out_spec and one.outputs == other.outputs
-    assert (one.parameters, one.buffers, one.inputs, one.updates) == (
-        other.parameters,
-        other.buffers,
-        other.inputs,
-        other.updates,
-    )
-    assert (one.in_place, one.device, one.training, one.precision) == (
-        other.in_place,
-        other.device,
-        other.training,
-        other.precision,
-    )
+    for name in FIELDS:
+        assert getattr(one, name) == getattr(other, name), name
     assert list(one.constants) == list(other.constants)
     for name, constant in one.constants.items():
         assert (

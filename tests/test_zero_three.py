@@ -21,8 +21,6 @@ from meshloom.core.moments.gather import gather
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.find_units import find_units
 from meshloom.exchange.units.unit_access import UnitAccess
-from meshloom.exchange.units.unit_slices import UnitFlat
-from meshloom.exchange.zero_three import ZeroThree
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.nodes import Meta
 from meshloom.replica.replica_state import full_state
@@ -142,47 +140,6 @@ def test_bytes_are_as_predicted_and_evaluation_is_one_devices() -> None:
     num_bytes = 8 * sum(each.numel() for each in theirs.values())
     in_steps = summary.counted.bytes["dp"]["reduce_scatter"]
     assert 4 * 2 * num_bytes <= in_steps <= 4 * 2 * 1.01 * num_bytes
-
-
-@pytest.mark.long
-def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every full tensor is counted, of values and of gradients, as long as anything refers to its memory."""
-    made: list[tuple[StorageWeakRef, int]] = []
-    most = 0
-    full = UnitFlat.full
-
-    def counted(part: UnitFlat) -> Tensor:
-        nonlocal most
-        flat = full(part)
-        if part._rank == 0:
-            made[:] = [each for each in made if not each[0].expired()]
-            made.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
-            most = max(most, sum(size for _, size in made))
-        return flat
-
-    with Trainer(
-        unit_job("blocks"), "dp=2,zero=3,microbatches=2", devices="simulated", transport="gloo"
-    ) as trainer:
-        (replica, _) = trainer.replicas
-        exchange = replica.exchange
-        assert isinstance(exchange, ZeroThree)
-        rest, *blocks = [sum(part.num_bytes for part in unit.parts) for unit in exchange.units]
-        assert len(blocks) == 4 and rest < min(blocks)
-        monkeypatch.setattr(UnitFlat, "full", counted)
-        for batch in trainer.batches():
-            trainer.step(batch)
-        # values and gradients of the rest and of two units each
-        assert 2 * max(blocks) + rest < most <= 2 * (rest + 2 * max(blocks))
-        made[:] = [each for each in made if not each[0].expired()]
-        assert not made
-        stored = {
-            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-            for each in replica.model.parameters()
-        }
-        assert sum(stored.values()) == 4 * len(stored)  # one number each
-        assert sum(part.kept.nbytes for unit in exchange.units for part in unit.parts) < 0.51 * (
-            rest + sum(blocks)
-        )
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])

@@ -1,4 +1,4 @@
-"""zero=3 where captured programs run: with tp, pp and recomputation, under every schedule."""
+"""zero=3 where captured programs run: with tp, pp and recomputation, under every schedule; and what ranks hold, there and elsewhere."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def test_one_operator_uses_several_units() -> None:
     holds("read", f"dp=2,{BLOCKS}+first:column,zero=3")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [
-        f"dp=2,{BLOCKS},zero=3,microbatches=2",
-        "dp=2,pp=2,zero=3,microbatches=4,recompute=full",
-        "dp=2,pp=2,zero=3,microbatches=4",
-        "dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe",
-        "dp=2,zero=3,recompute=selective",
+        "dp=2,zero=3,microbatches=2",
+        slow(f"dp=2,{BLOCKS},zero=3,microbatches=2"),
+        slow("dp=2,pp=2,zero=3,microbatches=4,recompute=full"),
+        slow("dp=2,pp=2,zero=3,microbatches=4"),
+        slow("dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe"),
+        slow("dp=2,zero=3,recompute=selective"),
     ],
 )
 def test_nobody_holds_more_than_slices_the_rest_and_two_units(
@@ -80,7 +81,9 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
         for batch in trainer.batches():
             trainer.step(batch)
         for rank, (rest, block, _) in enumerate(sizes):
-            assert 2 * block < most[rank] <= 2 * (rest + 2 * block), (rank, most[rank], rest, block)
+            # values and gradients of the rest and of two units each
+            least = 2 * block + (0 if trainer.plan.divides_loss else rest)
+            assert least < most[rank] <= 2 * (rest + 2 * block), (rank, most[rank], rest, block)
             assert all(each[0].expired() for each in made[rank])
         for replica, (rest, _, blocks) in zip(trainer.replicas, sizes, strict=True):
             exchange = replica.exchange
