@@ -163,6 +163,12 @@ def without_job_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that load a file put its folder on Python's path."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
 def silent_export() -> Iterator[None]:
     """Transformers and torch.export warn about themselves."""
     with warnings.catch_warnings():

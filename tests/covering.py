@@ -59,6 +59,17 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def marked(
+    usual: Iterable[tuple[str, str]], often: Iterable[tuple[str, str]], rest: Iterable[tuple[str, str]]
+) -> list[Any]:
+    """Cases of a test: what is usual; what is tried often, which is long; and the rest, which is slow."""
+    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(often, pytest.mark.long), **dict.fromkeys(usual, ())}
+    return [
+        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
+        for each in dict.fromkeys([*marks, *rest])
+    ]
+
+
 def few(values: Iterable[Any], count: int = 1, rest: Any = pytest.mark.long) -> list[Any]:
     """Parameters of a test, of which all but the first `count` are marked as `rest`."""
     return [value if number < count else _marked(value, rest) for number, value in enumerate(values)]

@@ -475,7 +475,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
             "servers=7 is more than the 6 parameters",
         ),
         (lambda: parse_incidents("stumble:1@3"), PlanError, "no incident"),
-        (lambda: Plan.parse("dp=2,rate_by_age=true"), PlanError, "exchange=async"),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind, match=words):

@@ -4,7 +4,6 @@ test says."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,7 @@ from meshloom.machine.machine import KINDS, load, save
 from meshloom.measure.calibration import CalibrationRequest, numbers_of_ranks
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("own_path")
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_eager
 from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
 
 pytestmark = [pytest.mark.usefixtures("silent_export")]
 
@@ -94,6 +96,10 @@ def with_padding(tokens: Tensor) -> Tensor:
     return ((places[:, None] >= places) & ((tokens != 0)[:, None] | (places == 0))).unsqueeze(1)
 
 
+def attention_of(program: Program) -> list[Node]:
+    return [node for node in program.nodes if node.operator == "scaled_dot_product_attention"]
+
+
 @pytest.mark.covering("causal-True-7", "added-True-3", "everything-False-5", "<lambda>-False-7")
 @pytest.mark.parametrize(
     "length", [LENGTH, HEADS, SIZE]
@@ -105,7 +111,7 @@ def with_padding(tokens: Tensor) -> Tensor:
 def test_it_is_left_to_the_attention(mask: Mask, is_causal: bool, length: int):
     job, given = job_of(mask), batches(length)
     program = capture(job, (given[0], given[1]))
-    attention = [node for node in program.nodes if node.operator == "scaled_dot_product_attention"]
+    attention = attention_of(program)
     assert [node.args[3:] for node in attention if node.args[3:]] == [(None, 0.0, is_causal)] * (
         0 if mask(given[0]["tokens"]) is None else 2
     )
@@ -120,7 +126,7 @@ def test_it_is_left_to_the_attention(mask: Mask, is_causal: bool, length: int):
 def test_others_are_masks(mask: Mask):
     job, given = job_of(mask), batches()
     program = capture(job, (given[0], given[1]))
-    attention = [node for node in program.nodes if node.operator == "scaled_dot_product_attention"]
+    attention = attention_of(program)
     assert len(attention) == 2 and all(node.args[3] is not None for node in attention)
     check_against_eager(program, job, given[2:])
 
@@ -129,18 +135,14 @@ def test_others_are_masks(mask: Mask):
 def test_a_window_as_long_as_the_text_is_causal():
     job, given = job_of(in_a_window), batches(5)
     program = capture(job, (given[0], given[1]))
-    assert [node.args[5] for node in program.nodes if node.operator == "scaled_dot_product_attention"] == [
-        True
-    ] * 2
+    assert [node.args[5] for node in attention_of(program)] == [True] * 2
 
 
 @pytest.mark.long
 def test_what_else_uses_a_mask_has_it():
     job, given = job_of(causal, is_counted=True), batches()
     program = capture(job, (given[0], given[1]))
-    assert [node.args[5] for node in program.nodes if node.operator == "scaled_dot_product_attention"] == [
-        True
-    ] * 2
+    assert [node.args[5] for node in attention_of(program)] == [True] * 2
     assert any(each.shape == (2, 1, LENGTH, LENGTH) for node in program.nodes for each in node.outputs)
     check_against_eager(program, job, given[2:])
 
@@ -150,6 +152,4 @@ def test_a_mask_that_is_too_large_to_be_looked_at_stays(monkeypatch: pytest.Monk
     monkeypatch.setattr("meshloom.program.capture.causal_masks.MOST_ELEMENTS", 2 * LENGTH**2 - 1)
     given = batches()
     program = capture(job_of(causal), (given[0], given[1]))
-    assert all(
-        len(node.args) == 4 for node in program.nodes if node.operator == "scaled_dot_product_attention"
-    )
+    assert all(len(node.args) == 4 for node in attention_of(program))

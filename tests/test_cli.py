@@ -15,13 +15,10 @@ from safetensors.torch import load_file
 
 from meshloom.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("own_path")
+
 FILE = str(Path(__file__).with_name("job_file.py"))
 WORDS = str(Path(__file__).with_name("words_job.py"))
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def records(text: str) -> list[dict[str, Any]]:

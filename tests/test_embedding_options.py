@@ -4,6 +4,7 @@ sparse."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
+from tests.covering import marked
 from tests.verified import equals_one_device, report_on
 
 ROWS = 23
@@ -126,17 +128,8 @@ OFTEN = [("sum", "dp=2,pp=2,tp=2"), ("weights", "tp=2")]
 USUAL = [("offsets", "dp=2"), ("padding", "dp=2,zero=3")]
 
 
-def pairs() -> list[Any]:
-    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(OFTEN, pytest.mark.long), **dict.fromkeys(USUAL, ())}
-    rest = [(case, plan) for case in CASES for plan in PLANS]
-    return [
-        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
-        for each in dict.fromkeys([*marks, *rest])
-    ]
-
-
 @pytest.mark.covering("offsets", "zero=3")
-@pytest.mark.parametrize(("case", "plan"), pairs())
+@pytest.mark.parametrize(("case", "plan"), marked(USUAL, OFTEN, product(CASES, PLANS)))
 @pytest.mark.long
 def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
     assert passes(case, plan)

@@ -114,10 +114,8 @@ def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **g
         return world.turns.run([lambda own=own: of_rank(own) for own in world.local])
 
 
-def check(
-    plan: str, make: Callable[[], list[nn.Module]], script: Script, share: float = 0.6, **given: Any
-) -> None:
-    """Every rank of the plan has what one device has, and at most this share of the parameters."""
+def check(plan: str, make: Callable[[], list[nn.Module]], script: Script, **given: Any) -> None:
+    """Every rank of the plan has what one device has, and at most its share of the parameters."""
     models = make()
     expected = script(models, [each.__call__ for each in models], 0)
     for returned, elements, states, grads in on_ranks(plan, make, script, **given):
@@ -535,7 +533,7 @@ def test_what_a_forward_leaves_on_its_module_is_not_there(plan: str) -> None:
 
     with pytest.raises(TrainingError, match=r"Penalized.penalty is set by the forward"):
         on_ranks(plan, seeded(lambda: [Penalized()]), reads)
-    check(plan, seeded(lambda: [Penalized()]), lambda models, calls, replica: calls[0](x).detach(), share=0.8)
+    check(plan, seeded(lambda: [Penalized()]), lambda models, calls, replica: calls[0](x).detach())
 
 
 class Drawing(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from meshloom.planner.candidates import candidates
 from meshloom.planner.measure import disk_rate
 from meshloom.planner.pricing import Devices
 
+pytestmark = pytest.mark.usefixtures("own_path")
+
 HERE = "gloo" if why_not() else "shm"
 
 
@@ -32,11 +33,6 @@ HERE = "gloo" if why_not() else "shm"
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are rehearsed on CPUs; where there are GPUs, `--devices cpu` has to be said."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from tests.buffer_jobs import CASES, Trained, by_the_rule, job_of
+from tests.covering import marked
 
 PLANS = [
     "dp=2", "microbatches=4", "tp=2", "dp=3,microbatches=2,zero=1", "tp=2,microbatches=3", "dp=2,pp=2,tp=2,microbatches=2", "pp=2,microbatches=4,schedule=1f1b",
@@ -60,17 +61,13 @@ def agree(found: Trained, expected: Trained) -> None:
 def combinations(usual: list[tuple[str, str]], often: list[tuple[str, str]], turn: int) -> list[Any]:
     """What is usual or often; and, in `make test-all`, every other case and plan, in turn, so that each pair
     of them is in one of two tests."""
-    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(often, pytest.mark.long), **dict.fromkeys(usual, ())}
     rest = [
         (case, plan)
         for row, case in enumerate(CASES)
         for column, plan in enumerate(PLANS)
         if (row + column) % 2 == turn
     ]
-    return [
-        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
-        for each in dict.fromkeys([*marks, *rest])
-    ]
+    return marked(usual, often, rest)
 
 
 @pytest.mark.covering("moco-dp=2", "annealed")

@@ -43,6 +43,16 @@ def run(job: Job, plan: str, **settings: Any) -> tuple[list[float], dict[str, Te
         return losses, {name: each.clone() for name, each in trainer.replicas[-1].model.state_dict().items()}
 
 
+def save_after_two_steps(job: Job, out: Path, **settings: Any) -> None:
+    """With the recorded shares."""
+    with Trainer(
+        job, "dp=3,shares=measured", devices="simulated", listener=QUIET, recorded_shares=CHANGES, out=out, steps=2, **settings
+    ) as trainer:  # fmt: skip
+        for batch in trainer.batches():
+            trainer.step(batch)
+        trainer.save()
+
+
 def plain_loop(job: Job, steps: int) -> tuple[list[float], nn.Module]:
     """The job on whole batches, as anyone would write it: where samples do not interact, chunks do not
     matter."""
@@ -133,19 +143,7 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(
     job = make_job("cnn", "adamw", steps=5)
     plan = "dp=3,shares=measured"
     losses, state = run(job, plan, recorded_shares=CHANGES)
-    with Trainer(
-        job,
-        plan,
-        devices="simulated",
-        dtype=torch.float64,
-        listener=QUIET,
-        recorded_shares=CHANGES,
-        out=tmp_path,
-        steps=2,
-    ) as trainer:
-        for batch in trainer.batches():
-            trainer.step(batch)
-        trainer.save()
+    save_after_two_steps(job, tmp_path, dtype=torch.float64)
     found, resumed = run(job, plan, resume=tmp_path)
     assert found == losses[2:]
     assert all(torch.equal(resumed[name], value) for name, value in state.items())
@@ -155,18 +153,7 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(
 def test_with_another_number_of_replicas_shares_begin_anew_and_that_is_said(tmp_path: Path) -> None:
     job, notes = make_job("mlp", "sgd", steps=4), list[str]()
     listener = Listener(started=lambda text: None, note=notes.append)
-    with Trainer(
-        job,
-        "dp=3,shares=measured",
-        devices="simulated",
-        listener=QUIET,
-        recorded_shares=CHANGES,
-        out=tmp_path,
-        steps=2,
-    ) as trainer:
-        for batch in trainer.batches():
-            trainer.step(batch)
-        trainer.save()
+    save_after_two_steps(job, tmp_path)
     with Trainer(
         job, "dp=2,shares=measured", devices="simulated", listener=listener, resume=tmp_path
     ) as trainer:

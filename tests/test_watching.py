@@ -19,12 +19,9 @@ from meshloom.telemetry.progress import Listener, Progress
 from tests.jobs import class_loss, vectors
 from tests.logging_jobs import logging_job
 
+pytestmark = pytest.mark.usefixtures("own_path")
+
 FILE = str(Path(__file__).with_name("logging_jobs.py")) + ":evaluated_job"
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def rows(directory: Path) -> list[dict[str, str]]:

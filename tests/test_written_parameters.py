@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshloom.program.ir.parameter_writes import untrained_write
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
+from tests.covering import marked
 from tests.teacher_jobs import JOBS, in_place, teacher_job
 
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"]
@@ -82,18 +84,9 @@ USUAL = [("first, in place", "dp=2"), ("first, new data", "dp=2,zero=3")]
 OFTEN = [("last, in place", "pp=2,microbatches=2"), ("in the forward", "tp=2")]
 
 
-def pairs() -> list[Any]:
-    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(OFTEN, pytest.mark.long), **dict.fromkeys(USUAL, ())}
-    rest = [(name, plan) for name in JOBS for plan in PLANS]
-    return [
-        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
-        for each in dict.fromkeys([*marks, *rest])
-    ]
-
-
 @pytest.mark.long
 @pytest.mark.covering("first, in place", "first, new data")
-@pytest.mark.parametrize(("name", "plan"), pairs())
+@pytest.mark.parametrize(("name", "plan"), marked(USUAL, OFTEN, product(JOBS, PLANS)))
 def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
     """Replicas had teachers of their own, under dp, without a word; tp and pp refused the loss."""
     state, losses, _ = trained(name, plan)

@@ -254,13 +254,6 @@ def test_blocks_that_repeat_large_parts_and_the_rest_are_units() -> None:
 
 
 @pytest.mark.long
-def test_units_are_the_users() -> None:
-    _, chosen = trained("dp=2,zero=3", kind="again", units=["blocks.1", nn.LayerNorm])
-    _, none = trained("dp=2,zero=3", kind="again", units=())
-    assert all(torch.allclose(chosen[name], none[name], rtol=1e-12) for name in none)
-
-
-@pytest.mark.long
 def test_what_is_not_there_is_an_error() -> None:
     job = unit_job("blocks")
     with Trainer(job, "dp=2,zero=3", devices="simulated", transport="gloo") as trainer:

@@ -17,7 +17,7 @@ from meshloom.exchange.zero_three import ZeroThree
 from meshloom.train.trainer import Trainer
 from tests.covering import slow
 from tests.processes import on_ranks
-from tests.test_zero_three import EVALUATE, trained
+from tests.test_zero_three import on_gloo, runs, trained
 from tests.verified import equals_one_device
 from tests.zero_three_jobs import Blocks, unit_job
 
@@ -117,9 +117,9 @@ def test_ranks_that_drift_apart_are_found() -> None:
             trainer.fit()
 
 
-@pytest.mark.slow
-def test_units_are_the_users() -> None:
-    plan = f"dp=2,{BLOCKS},zero=3,recompute=full"
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", slow(f"dp=2,{BLOCKS},zero=3,recompute=full")])
+def test_units_are_the_users(plan: str) -> None:
     _, chosen = trained(plan, "again", units=["blocks.1", nn.LayerNorm])
     _, none = trained(plan, "again", units=())
     assert all(torch.allclose(chosen[name], none[name], rtol=1e-12) for name in none)
@@ -128,31 +128,15 @@ def test_units_are_the_users() -> None:
 PROCESSES = ["dp=2,pp=2,zero=3,microbatches=3,recompute=full", f"dp=2,{BLOCKS},zero=3,microbatches=2"]
 
 
-def on_gloo(plans: list[str], **where: Any) -> list[list[float]]:
-    """Losses of each on this rank; bytes are as predicted."""
-    found: list[list[float]] = []
-    for plan in plans:
-        job = unit_job("tied", evaluate=EVALUATE)
-        with Trainer(
-            job, plan, dtype=torch.float64, **(where or {"devices": "cpu", "transport": "gloo"})
-        ) as trainer:
-            found.append([trainer.step(batch) for batch in trainer.batches()])
-            found[-1] += trainer.evaluate().values()
-            summary = trainer.summary(0.0, {}, None)
-            assert summary.predicted == summary.counted, plan
-    return found
-
-
-def on_one_copy(plans: list[str]) -> list[list[float]]:
-    return on_gloo(plans, devices="cpu", share=True)
+def on_one_copy(plans: list[str], kinds: list[str]) -> list[list[float]]:
+    return runs(plans, kinds, devices="cpu", share=True)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("run", "plans"), [(on_gloo, PROCESSES[:1]), *(slow(each, PROCESSES) for each in (on_gloo, on_one_copy))]
-)
-def test_processes_compute_what_simulated_ranks_do(run: Any, plans: list[str]) -> None:
-    found = on_ranks(run, 4, plans, timeout_seconds=120.0)
-    for ours, theirs in zip(found[0], on_gloo(plans, devices="simulated"), strict=True):
+@pytest.mark.parametrize("run", [on_gloo, on_one_copy])
+def test_processes_compute_what_simulated_ranks_do(run: Any) -> None:
+    kinds = ["tied"] * len(PROCESSES)
+    found = on_ranks(run, 4, PROCESSES, kinds, timeout_seconds=120.0)
+    for ours, theirs in zip(found[0], runs(PROCESSES, kinds, devices="simulated"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)  # float64; sums over ranks have no order
