@@ -22,6 +22,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from meshloom.core.errors import MeshloomError
+
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "pytest",
@@ -86,6 +88,16 @@ def on_ranks(
         for end in ends:
             end.close()
         del store
+
+
+def told(call: Callable[[], object]) -> tuple[type[MeshloomError], str, float]:
+    """The error that it raises, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except MeshloomError as error:
+        return type(error), str(error), time.monotonic() - began
+    raise AssertionError("nothing was raised")
 
 
 def _results(ends: list[Connection], deadline: float, may_die: Collection[int]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import on_ranks, told
 from torch import Tensor
 
 from meshloom.comm.group import Group
@@ -22,7 +22,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.torch import c10d_operations, direct_exchange
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.comm.turns import in_turns
-from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 pytestmark = pytest.mark.processes
 
@@ -236,15 +236,6 @@ def test_values_travel_between_processes():
     ]
 
 
-def _error_of(call: object) -> tuple[type, str, float]:
-    began = time.monotonic()
-    try:
-        call()  # type: ignore[operator]
-    except MeshloomError as error:
-        return type(error), str(error), time.monotonic() - began
-    raise AssertionError("nothing was raised")
-
-
 def _one_aborts() -> object:
     group, store = _join(), dist.group.WORLD.get_group_store()
     group.barrier().wait()
@@ -252,11 +243,11 @@ def _one_aborts() -> object:
         work = group.all_reduce(torch.ones(3))
         group.abort()
         group.abort()
-        errors = _error_of(work.wait), _error_of(group.barrier)
+        errors = told(work.wait), told(group.barrier)
         store.wait(["0", "2"], timedelta(seconds=30))  # this process lives on: no connection closes
         return errors
     # the second one lacks rank 1
-    error = _error_of(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)])
+    error = told(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)])
     store.set(str(group.rank), "")
     return error
 
@@ -280,11 +271,11 @@ def _one_aborts_directly() -> object:
     if group.rank == 1:
         work = group.all_gather(whole, part)
         group.abort()
-        errors = _error_of(work.wait), _error_of(lambda: group.all_gather(whole, part))
+        errors = told(work.wait), told(lambda: group.all_gather(whole, part))
         store.wait(["0", "2"], timedelta(seconds=30))  # this process lives on: no connection closes
         return errors
     # the second one lacks rank 1
-    error = _error_of(lambda: [group.all_gather(whole, part).wait() for _ in range(2)])
+    error = told(lambda: [group.all_gather(whole, part).wait() for _ in range(2)])
     store.set(str(group.rank), "")
     return error
 
@@ -307,7 +298,7 @@ def _one_is_killed_directly() -> object:
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     mine, whole = torch.empty(30_000), torch.ones(90_000)
-    return _error_of(lambda: group.reduce_scatter(mine, whole).wait())
+    return told(lambda: group.reduce_scatter(mine, whole).wait())
 
 
 def test_a_killed_process_fails_direct_exchanges_of_the_others_at_once():
@@ -326,7 +317,7 @@ def _one_is_killed() -> object:
     group.barrier().wait()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _error_of(
+    return told(
         lambda: (
             group.recv(torch.empty(2), 1).wait()
             if group.rank == 2
@@ -393,7 +384,7 @@ def _late_works() -> tuple[bool, tuple[type, str, float]]:
     fine = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: late(None))
     fine.wait()
     failed = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: late("Connection closed"))
-    return fine.is_finished(), _error_of(failed.wait)
+    return fine.is_finished(), told(failed.wait)
 
 
 def test_an_operation_that_ends_as_a_wait_gives_up_is_no_failure():
@@ -409,7 +400,7 @@ def _never_comes() -> object:
         store = group._process_group.get_group_store()  # stays away until the other has given up
         store.wait(["done"], timedelta(seconds=30))
         return None
-    result = _error_of(lambda: group.all_reduce(torch.ones(3)).wait())
+    result = told(lambda: group.all_reduce(torch.ones(3)).wait())
     gone = group._operations.who_is_gone(4)
     group._process_group.get_group_store().set("done", "")
     return result, gone

@@ -150,10 +150,7 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         return sent, paths, shares, again
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("llama", "vit") else pytest.param(name, marks=pytest.mark.slow) for name in DENSE],
-)
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.slow
 def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direction(name: str):
     dense = DENSE[name]

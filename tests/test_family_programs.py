@@ -60,7 +60,7 @@ def test_every_kind_of_family_meets_every_way():
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=() if way in COVERING.get(name, ()) else pytest.mark.slow)
+        (name, way)
         for name, way in dict.fromkeys(
             [*((name, way) for name, ways in COVERING.items() for way in ways), *IN_TURN]
         )

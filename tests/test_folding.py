@@ -48,13 +48,7 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
         return folded, capture_shapes(job, batch)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if place % 20 == 0 else pytest.mark.slow)
-        for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))
-    ],
-)
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(NOT_READ)))
 @pytest.mark.slow
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)

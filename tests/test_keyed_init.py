@@ -38,18 +38,7 @@ def state(job: Job, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     return state_of(build_model(job, CPU, dtype))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=2", "dp=2,zero=3"]
-    + [
-        pytest.param(each, marks=marks)
-        for each, marks in (
-            ("tp=2", pytest.mark.long),
-            ("pp=2,microbatches=2", pytest.mark.long),
-            ("dp=2,pp=2,tp=2", pytest.mark.slow),
-        )
-    ],
-)
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"])
 @pytest.mark.slow
 def test_ranks_start_as_one_device(plan: str):
     job = keyed()

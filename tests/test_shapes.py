@@ -22,9 +22,7 @@ from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
-# What runs in the covering subset; the rest is `slow`. The family asks for drop path rates and truncated
-# normals.
-COVERING = {"siglip"}
+# What runs in the covering subset; the rest is `slow`.
 COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrised", "noise"}
 
 
@@ -37,7 +35,7 @@ def test_text_is_that_of_the_program_read_from_batches(name: str):
     assert program.by_shapes and program.describe() == text
 
 
-@pytest.mark.parametrize("name", [name if name in COVERING else slow(name) for name in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.slow
 def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     job = FAMILIES[name].make_job(True)

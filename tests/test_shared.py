@@ -54,10 +54,9 @@ PLANS = [
     [
         ("mlp", "sgd"),
         ("gpt", "muon"),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (("cnn", "adamw"), ("unused_twice", "adamw"), ("branch", "adafactor"))
-        ),
+        ("cnn", "adamw"),
+        ("unused_twice", "adamw"),
+        ("branch", "adafactor"),
     ],
 )
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -4,11 +4,11 @@ so, and never a wrong number."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from processes import told
 from warm_ranks import WarmRank, WarmRanks
 
 from meshloom.comm.group import Work
@@ -23,16 +23,6 @@ Told = tuple[type[MeshloomError], str, float]
 def ranks() -> Iterator[WarmRanks]:
     with WarmRanks(3) as made:
         yield made
-
-
-def told(call: Callable[[], object]) -> Told:
-    """The error that it raises, and after how many seconds."""
-    began = time.monotonic()
-    try:
-        call()
-    except MeshloomError as error:
-        return type(error), str(error), time.monotonic() - began
-    raise AssertionError("nothing was raised")
 
 
 # What most ranks call, what rank 1 calls, and both in words.
