@@ -33,8 +33,7 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     """The reference's next step. look: run its chunks again in between, in all ways that there are."""
     reference.run()
     if look:
-        with whole_batch(reference):
-            pass
+        whole_batch(reference)
         chunk_by_chunk(reference)
         with_equal_draws(reference)
     gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
@@ -86,35 +85,41 @@ def _of_gradients(
             numbers.setdefault(number, []).append(what)
     for number, names in numbers.items():
         what = " = ".join(names)
-        yield f"{what} = {number:g} times one device's: they are not divided by it, or added up once more", _times(number)  # fmt: skip
-        yield f"one device's divided by {what} = {number:g}: they are divided by it once more", _times(1 / number)  # fmt: skip
-    yield "those of the step before: they are stale", _sum(before, right=0)
-    yield "one device's and those of the step before: these are not zeroed", _sum(before)
+        yield (
+            f"{what} = {number:g} times one device's: they are not divided by it, or added up once more",
+            _sum(number),
+        )
+        yield (
+            f"one device's divided by {what} = {number:g}: they are divided by it once more",
+            _sum(1 / number),
+        )
+    yield "those of the step before: they are stale", _sum(0, 1, before)
+    yield "one device's and those of the step before: these are not zeroed", _sum(1, 1, before)
     for each in chunks if len(chunks) > 1 and total else ():
         chunk, rest = "+".join(map(str, each.chunks)), total - each.weight
-        yield f"those without chunk {chunk}", _sum(each.gradients, -1 / total)
+        yield f"those without chunk {chunk}", _sum(1, -1 / total, each.gradients)
         if rest > 0:
-            yield f"those of all chunks but {chunk}", _sum(each.gradients, -1 / rest, right=total / rest)
-        yield f"those with chunk {chunk} twice", _sum(each.gradients, 1 / total)
+            yield f"those of all chunks but {chunk}", _sum(total / rest, -1 / rest, each.gradients)
+        yield f"those with chunk {chunk} twice", _sum(1, 1 / total, each.gradients)
     for replica, own in _replicas(chunks, plan).items():
         weight = sum(each.weight for each in own)
         for divisor in dict.fromkeys([total, weight, total / dp]):
             if divisor:
-                expected = _added([each.gradients for each in own], 1 / divisor)
+                expected = _sum(0, 1 / divisor, *(each.gradients for each in own))
                 yield f"those of replica {replica} alone: they are not reduced", expected
     for what, gradients in alike.items():
-        yield f"those of {what}: their random draws, such as dropout masks, are equal", _sum(gradients, right=0)  # fmt: skip
+        yield f"those of {what}: their random draws, such as dropout masks, are equal", _sum(0, 1, gradients)
 
 
 def _of_updates(wrong: Sequence[Wrong], clipped_by: float) -> Hypotheses:
-    times = _fitted([(each.ours, each.right) for each in wrong])
+    times = fitted([(each.ours, each.right) for each in wrong])
     unclipped = clipped_by > 1 and math.isclose(times, clipped_by, rel_tol=1e-3)
     why = "gradients are not clipped" if unclipped else "another rate"
-    yield f"{times:.6g} times one device's: {why}", _times(times)
+    yield f"{times:.6g} times one device's: {why}", _sum(times)
     before = [(each, each.before) for each in wrong if each.before is not None]
-    decay = _fitted([(each.ours - each.right, start) for each, start in before])
+    decay = fitted([(each.ours - each.right, start) for each, start in before])
     starts = {each.name: start for each, start in before}
-    yield f"one device's and {decay:.6g} times the parameters: another decay", _sum(starts, decay)
+    yield f"one device's and {decay:.6g} times the parameters: another decay", _sum(1, decay, starts)
 
 
 def _squares(right: float, norms: Mapping[str, float], dp: int) -> Iterator[tuple[str, float]]:
@@ -154,27 +159,20 @@ def _left(wrong: Sequence[Wrong], expected: Expected) -> float:
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
-def _times(number: float) -> Expected:
-    return lambda each: number * each.right
+def _sum(right: float, times: float = 0.0, *others: Subsampled) -> Expected:
+    """`right` times one device's and so many times each of the others."""
+
+    def expected(each: Wrong) -> Tensor:
+        found = [given for one in others if (given := one.get(each.name)) is not None]
+        return sum((times * given for given in found), right * each.right)
+
+    return expected
 
 
-def _sum(others: Subsampled, times: float = 1.0, *, right: float = 1.0) -> Expected:
-    """`right` times one device's and so many times the others."""
-    return lambda each: right * each.right + times * _or_zeros(others.get(each.name), each.right)
-
-
-def _added(others: Sequence[Subsampled], times: float) -> Expected:
-    return lambda each: times * sum((_or_zeros(one.get(each.name), each.right) for one in others), torch.zeros_like(each.right))  # fmt: skip
-
-
-def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if tensor is None else tensor
-
-
-def _fitted(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """How many times the second of each pair the first is, by least squares over all."""
+def fitted(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """How many times the second of each pair the first is, by least squares over all; NaN if all of these are 0."""
     square = sum(float(other.square().sum()) for _, other in pairs)
-    return sum(float((one * other).sum()) for one, other in pairs) / square if square else 0.0
+    return sum(float((one * other).sum()) for one, other in pairs) / square if square else math.nan
 
 
 def _replicas(chunks: Sequence[ChunkGradients], plan: Plan) -> dict[int, list[ChunkGradients]]:

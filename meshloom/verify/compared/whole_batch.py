@@ -9,8 +9,7 @@ whole batch, of which each chunk has its rows, so that an interaction shows besi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -23,10 +22,9 @@ from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_error
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
-from meshloom.verify.tolerances.gradient_errors import FLOOR
+from meshloom.verify.tolerances.gradient_errors import relative_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,9 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
     if not may_fit(reference):
         return None
     try:
-        with whole_batch(reference) as (chunked, loss, whole):
-            error = _largest_error(reference.gradients, chunked)
+        gradients, loss, whole = whole_batch(reference)
+        error = _largest_error(gradients, reference.gradients)
+        del gradients  # before what follows needs as much memory
         if _with_loss(error, loss, reference.loss) <= tolerance:
             return WholeBatch(error=error, why="")
         draws = any(chunk.draws for chunk in reference.chunks)
@@ -98,16 +97,7 @@ def _with_loss(error: float, loss: float, right: float) -> float:
 
 def _largest_error(ours: Gradients, right: Gradients) -> float:
     """Of a gradient, relative to its norm or a thousandth of the largest one's, as rounding alone is no difference here."""
-    norms = {name: norm(each) for name, each in right.items() if each is not None}
-    floor = FLOOR * max(norms.values(), default=0.0)
-    errors = [0.0]
-    for name, each in ours.items():
-        other = right.get(name)
-        if each is None or other is None:
-            errors.append(0.0 if each is other else math.inf)
-        elif off := distance(each.to_dense(), other.to_dense()):
-            errors.append(off / max(norms[name], floor, 1e-300))
-    return max(errors)
+    return max(relative_errors(ours, right).values(), default=0.0)
 
 
 def _batch_norms(model: nn.Module) -> list[str]:
@@ -121,12 +111,9 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
     """Why the whole batch differs from chunks that draw what it does; "" if it does not."""
-    with whole_batch(reference, keyed=True) as (_, loss, whole):
-        gradients = {
-            name: None if each is None else each.clone() for name, each in reference.gradients.items()
-        }
-    with whole_batch_in_chunks(reference) as (_, of_chunks, chunks):
-        error = _largest_error(gradients, reference.gradients)
+    gradients, loss, whole = whole_batch(reference, keyed=True)
+    chunked, of_chunks, chunks = _whole_batch_in_chunks(reference)
+    error = _largest_error(gradients, chunked)
     return "" if _with_loss(error, loss, of_chunks) <= tolerance else _why(whole, chunks, tolerance)
 
 
@@ -168,36 +155,28 @@ def _first_that_mixes(
     return None
 
 
-# the step's gradients, and of the rerun the loss and the chunks
-_Rerun = tuple[Gradients, float, Sequence[ChunkRecord]]
+_Rerun = tuple[Gradients, float, Sequence[ChunkRecord]]  # averaged gradients, loss, chunks
 
 
-@contextmanager
-def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[_Rerun]:
-    """Run the step's batch as one chunk, while the reference's gradients are those of the whole batch. keyed: each draw has a key, as in
-    `whole_batch_in_chunks`."""
+def whole_batch(reference: Reference, *, keyed: bool = False) -> _Rerun:
+    """Rerun the step's batch as one chunk. keyed: each draw has a key, as in `_whole_batch_in_chunks`."""
     samples = reference.samples
     rows = Rows(0, len(samples), len(samples)) if keyed else None
-    forward = ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)
-    with _rerun(reference, [forward]) as found:
-        yield found
+    return _rerun(reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)])
 
 
-@contextmanager
-def whole_batch_in_chunks(reference: Reference) -> Iterator[_Rerun]:
-    """Run the step's chunks with the draws of the whole batch, of which each has its rows and the seed, while the reference's gradients are
-    those of the rerun."""
+def _whole_batch_in_chunks(reference: Reference) -> _Rerun:
+    """Rerun the step's chunks with the draws of the whole batch, of which each has its rows and the seed."""
     start, total, forwards = 0, len(reference.samples), list[ReferenceForward]()
     for forward in reference.forwards(synchronised=False):
         forwards.append(replace(forward, rows=Rows(start, len(forward.samples), total)))
         start += len(forward.samples)
-    with reference.chunk_run.seeded_as(lambda key: 0), _rerun(reference, forwards) as found:
-        yield found
+    with reference.chunk_run.seeded_as(lambda key: 0):
+        return _rerun(reference, forwards)
 
 
-@contextmanager
-def _rerun(reference: Reference, forwards: Sequence[ReferenceForward]) -> Iterator[_Rerun]:
-    """These forwards in place of the step's, whose gradients are set aside."""
-    with reference.rerun() as gradients:
+def _rerun(reference: Reference, forwards: Sequence[ReferenceForward]) -> _Rerun:
+    """These forwards in place of the step's."""
+    with reference.rerun():
         loss, weight, chunks = reference.evaluate(forwards)
-        yield gradients, loss / weight, chunks
+        return reference.gradients, loss / weight, chunks

@@ -15,9 +15,10 @@ from typing import Literal
 from torch import Tensor
 
 from meshloom.core.units import format_count
-from meshloom.verify.reference.float64_blocks import gradient_distance, norm, relative
+from meshloom.verify.factors import fitted
+from meshloom.verify.reference.float64_blocks import norm
 from meshloom.verify.scripts.recorder import RecordedStep, most_of_rounding
-from meshloom.verify.tolerances.gradient_errors import FLOOR
+from meshloom.verify.tolerances.gradient_errors import relative_errors
 
 Kind = Literal["gradient", "parameter", "buffer", "report", "step"]
 
@@ -70,13 +71,14 @@ def compare_scripts(
     rounding: dict[str, Tensor] = {}  # of each parameter, where its gradient was no more
     first: FirstDifference | None = None
     for number, (here, there) in enumerate(zip(ours, theirs, strict=False)):
-        gradients = _errors(here.gradients, there.gradients)
         _add_rounding(rounding, here.gradients, there.gradients, tolerance)
         kinds: dict[Kind, dict[str, float]] = {
-            "gradient": gradients,
-            "parameter": _errors(_without(here.parameters, rounding), _without(there.parameters, rounding)),
-            "buffer": _errors(here.buffers, there.buffers),
-            "report": _errors(_numbered(here), _numbered(there)),
+            "gradient": relative_errors(here.gradients, there.gradients),
+            "parameter": relative_errors(
+                _without(here.parameters, rounding), _without(there.parameters, rounding)
+            ),
+            "buffer": relative_errors(here.buffers, there.buffers),
+            "report": relative_errors(_numbered(here), _numbered(there)),
         }
         tensors += sum(map(len, kinds.values()))
         found = [
@@ -113,28 +115,11 @@ def common_factor(
         for name, there in theirs.items()
         if there is not None and (here := ours.get(name)) is not None and here.shape == there.shape
     }
-    square = sum(float((there.double() ** 2).sum()) for _, there in pairs.values())
-    if not square:
-        return None
-    factor = sum(float((a.double() * b.double()).sum()) for a, b in pairs.values()) / square
+    factor = fitted([(here.double(), there.double()) for here, there in pairs.values()])
     scaled = {name: factor * there for name, (_, there) in pairs.items()}
-    off = _errors({name: here for name, (here, _) in pairs.items()}, scaled)
-    is_one = abs(factor - 1) <= tolerance
-    return None if is_one or not all(each <= tolerance for each in off.values()) else factor
-
-
-def _errors(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """By name; infinite for what is on one side alone. What is None on both is left out."""
-    floor = FLOOR * max((norm(each) for each in theirs.values() if each is not None), default=0.0)
-    found: dict[str, float] = {}
-    for name in {**theirs, **ours}:
-        here, there = ours.get(name), theirs.get(name)
-        if here is not None and there is not None:
-            off = gradient_distance(here, there)
-            found[name] = relative(off, max(norm(there), floor))
-        elif not (here is None and there is None):
-            found[name] = math.inf
-    return found
+    off = relative_errors({name: here for name, (here, _) in pairs.items()}, scaled)
+    found = off and abs(factor - 1) > tolerance and all(each <= tolerance for each in off.values())
+    return factor if found else None
 
 
 def _add_rounding(

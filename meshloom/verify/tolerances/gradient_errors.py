@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
-from meshloom.verify.reference.float64_blocks import float64_blocks, gradient_distance, norm
+from meshloom.verify.reference.float64_blocks import float64_blocks, gradient_distance, norm, relative
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
 
 Gradients = Mapping[str, Tensor | None]
@@ -34,6 +34,20 @@ Measure = Callable[[], Mapping[str, float]]
 FLOOR = 1e-3  # of the largest gradient: below it what moves says nothing of other gradients
 TIMES = 8  # the measured effect is one draw of the plan's rounding, and some norms are of few elements
 _CANCELLED_UNITS = 16  # of the largest gradient, by which one that is small as large terms cancel may be off
+
+
+def relative_errors(ours: Gradients, right: Gradients) -> dict[str, float]:
+    """By name, ||a - b|| / max(||b||, a thousandth of the largest norm); infinite for what is on one side alone. What is None on both is left out."""
+    norms = {name: norm(each) for name, each in right.items() if each is not None}
+    floor, found = FLOOR * max(norms.values(), default=0.0), dict[str, float]()
+    for name in {**right, **ours}:
+        here, there = ours.get(name), right.get(name)
+        if here is not None and there is not None:
+            off = gradient_distance(here.to_dense(), there.to_dense())
+            found[name] = relative(off, max(norms[name], floor))
+        elif here is not there:
+            found[name] = math.inf
+    return found
 
 
 class GradientErrors:
