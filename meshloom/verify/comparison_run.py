@@ -30,6 +30,7 @@ from meshloom.verify.between_steps.checks import (
     DifferingTensor,
     Kind,
     TensorError,
+    compared_with,
 )
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, name_of, placed
@@ -37,8 +38,8 @@ from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.findings import Report
-from meshloom.verify.reference.float64_blocks import distance, norm, relative, subsample
-from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
+from meshloom.verify.reference.float64_blocks import subsample
+from meshloom.verify.reference.reference import Reference, changed_buffers, replace_value
 from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import (
     ENLARGED,
@@ -89,6 +90,7 @@ class ComparisonRun:
         self._updates: Mapping[str, float] = {}  # tolerances of the newest
         self._gradients: GradientErrors
         self._state: StateErrors
+        self._held: Mapping[str, Tensor]  # parameters, as they are updated, and buffers
         self._reference_record: StepRecord
         self._wrong: dict[Kind, list[Wrong]] = {}  # in this step
 
@@ -165,11 +167,13 @@ class ComparisonRun:
                 self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
         self._reference_record = reference.update()
         comparer.note(self._reference_record.casts)
+        buffers = dict(reference.model.named_buffers())
+        self._held = {**buffers, **reference.updated.all}
         names = {id(each): name for name, each in reference.updated.all.items()}
         self._updates = update_tolerances(reference.optimizers, comparer.casts, names, comparer.precision)
         changed = {name: self._buffer_effects.get(name, 0.0) for name in self._changed}
         self._state = StateErrors(
-            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=changed, step=reference.step,
+            reference.updated.all, reference.before, buffers, changed=changed, step=reference.step,
             updates=self._updates, partial=comparer.partial, merged=comparer.lowered if reference.plan.num_chunks > 1 else None
         )  # fmt: skip
 
@@ -178,7 +182,7 @@ class ComparisonRun:
         compared = self._state.compare(name, ours)
         wrong = [error for error in compared if not error.passed]
         if wrong:
-            self._differs(wrong, ours, held_by(self.reference, name), self.reference.before.get(name))
+            self._differs(wrong, ours, self._held[name], self.reference.before.get(name))
         elif compared:
             replace_value(self.reference, name, ours)
 
@@ -241,25 +245,17 @@ class ComparisonRun:
     def add_average(self, name: str, ours: Tensor) -> None:
         """Compare the plan's average of a parameter, or any other tensor in its place."""
         if (right := self.reference.averages.get(name)) is not None:
-            error, allowed = relative(distance(ours, right), norm(right)), self._update_tolerance(name)
-            step = self.reference.step
+            allowed = self._update_tolerance(name)
             self._averages.append(
-                TensorError(name=name, kind="average", step=step, error=error, tolerance=allowed)
+                compared_with(name, ours, right, self.reference.step, allowed, kind="average")
             )
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
-        of_tensors = [
-            *self._gradient_errors(),
-            *self._state.errors(),
-            *self._averages,
-        ]
+        of_tensors = [*self._gradient_errors(), *self._state.errors(), *self._averages]
+        effect = partial(loss_effect, self.reference)
         comparison = self._comparer.compare(
-            ours,
-            self._reference_record,
-            of_tensors,
-            grows=self._gradients.grows,
-            loss_effect=partial(loss_effect, self.reference),
+            ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
         )
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
@@ -297,25 +293,21 @@ def _notes_on_closures(reference: Reference) -> list[str]:
 
 def _errors_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> GradientErrors:
     """Of the gradients of the reference's step. measure: its rerun with perturbed parameters; None: nothing is measured."""
-    plan, rounded = reference.plan, _rounds_gradients(reference)
+    plan, lowered = reference.plan, comparer.lowered
+    # what gradients, or the parts that they are sums of, are rounded to where one device does it in another order
+    rounded = lowered if lowered and sums_in_other_orders(plan) else None
+    if rounds_partial_sums(plan):
+        rounded = lowered or comparer.autocast
     travels = travels_at(plan, reference.precision)
-    half_units = sum_roundings(plan.num_chunks) if comparer.lowered and plan.pp > 1 else 1.0
+    half_units = sum_roundings(plan.num_chunks) if lowered and plan.pp > 1 else 1.0
     of_outputs = [partial(outputs_effect, reference, times) for times in (1, ENLARGED)]
     of_backward = partial(backward_effect, reference) if rounds_partial_sums(plan) else None
     return GradientErrors(
-        reference.gradients, reference.step, precision=comparer.precision if comparer.lowered else None,
+        reference.gradients, reference.step, precision=comparer.precision if lowered else None,
         partial_sums=half_units * torch.finfo(rounded).eps / 2 if rounded else 0.0, travels=travels,
         measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None,
         measure_travels=partial(travel_effect, reference, travels)
     )  # fmt: skip
-
-
-def _rounds_gradients(reference: Reference) -> torch.dtype | None:
-    """What gradients, or the parts that they are sums of, are rounded to where one device does it in another order."""
-    plan, lowered = reference.plan, reference.updated.dtype
-    if lowered and sums_in_other_orders(plan):
-        return lowered
-    return (lowered or reference.autocast) if rounds_partial_sums(plan) else None
 
 
 def sum_roundings(num_chunks: int) -> float:

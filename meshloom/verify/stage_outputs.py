@@ -27,7 +27,7 @@ from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.verify.compared.compare_chunks import add_outputs, first_wrong, output_error
-from meshloom.verify.reference.float64_blocks import ramp_of
+from meshloom.verify.reference.observers import summary
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
 
@@ -139,9 +139,8 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
 
 
 def _sums(name: str, value: Tensor, is_part: bool) -> ModuleOutput:
-    exact, ramp = value.detach().double(), None if is_part else ramp_of(value)
-    total, square = float(exact.sum()), float(exact.square().sum())
-    return ModuleOutput(name=name, call=0, total=total, square=square, count=value.numel(), ramp=ramp)
+    whole = summary(name, 0, value)
+    return replace(whole, ramp=None) if is_part else whole
 
 
 def pairs_of_values(

@@ -75,8 +75,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return same and torch.equal(flat_bytes(one), flat_bytes(other))
 
 
-def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float) -> TensorError:
-    """The comparison of a tensor of a checkpoint with one device's; None: the checkpoint has none."""
+def compared_with(
+    name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float, kind: Kind = "saved"
+) -> TensorError:
+    """The comparison of a tensor that is kept with one device's; None: it is not."""
     right = right.detach().to_dense().cpu()
     if ours is None or ours.numel() != right.numel():
         error = math.inf
@@ -84,4 +86,4 @@ def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tole
         error = relative(distance(ours.to(right.dtype).view(right.shape), right), norm(right))
     else:
         error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
-    return TensorError(name=name, kind="saved", step=step, error=error, tolerance=tolerance)
+    return TensorError(name=name, kind=kind, step=step, error=error, tolerance=tolerance)

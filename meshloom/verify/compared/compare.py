@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -31,11 +32,7 @@ from meshloom.verify.reference.float64_blocks import relative
 from meshloom.verify.reference.reruns import rounds_partial_sums
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
 from meshloom.verify.tolerances.gradient_errors import TIMES
-from meshloom.verify.tolerances.of_precision import (
-    most_tolerated,
-    unmeasured,
-    unmeasured_through,
-)
+from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured, unmeasured_through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +156,6 @@ class Comparer:
     ) -> Comparison:
         """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters. grows: whether rounding was
         measured to move some of them beyond what is tolerated. loss_effect: measures how far it moves the loss."""
-        self.note(reference.casts)
         tolerance = max(self.values, most_tolerated(self.precision) if grows else 0.0)
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
@@ -174,13 +170,8 @@ class Comparer:
             apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
         return Comparison(
-            step=reference.step,
-            loss=(ours.loss, reference.loss),
-            errors=errors,
-            facts=facts,
-            first_module=module,
-            skipped=reference.skipped,
-        )
+            step=reference.step, loss=(ours.loss, reference.loss), errors=errors, facts=facts, first_module=module, skipped=reference.skipped
+        )  # fmt: skip
 
     def _with_moved_loss(
         self, errors: list[TensorError], size: float, effect: Callable[[], float] | None
@@ -203,20 +194,18 @@ def name_of(dtype: torch.dtype | None) -> str:
 def _loss_errors(
     ours: StepRecord, reference: StepRecord, tolerance: float, of_norm: float
 ) -> Iterator[TensorError]:
+    of_loss = partial(TensorError, kind="loss", step=reference.step, tolerance=tolerance)
     size = abs(reference.loss)
     if reference.weight:
         size = max(size, sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight)
     error = relative(abs(ours.loss - reference.loss), size)
     if reference.skipped and not math.isfinite(reference.loss):
         error = math.inf if math.isfinite(ours.loss) else 0.0
-    yield TensorError(name="loss", kind="loss", step=reference.step, error=error, tolerance=tolerance)
+    yield of_loss(name="loss", error=error)
     if ours.gradient_norm is not None and reference.gradient_norm is not None:
         error = relative(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)
         yield TensorError(
             name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=of_norm
         )
     for name, value in logged_means(reference.chunks).items():
-        error = metric_error(ours.logged.get(name, math.nan), value)
-        yield TensorError(
-            name=f"logged {name}", kind="loss", step=reference.step, error=error, tolerance=tolerance
-        )
+        yield of_loss(name=f"logged {name}", error=metric_error(ours.logged.get(name, math.nan), value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -20,48 +20,38 @@ class ReferenceMasters:
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         self.dtype = dtype = LOWERED.get(precision)
-        self._parameters = dict(model.named_parameters())
+        named = dict(model.named_parameters())
         layers = [each for each in model.modules() if getattr(each, "running_var", None) is not None]
         kept = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
         self.all: dict[str, nn.Parameter] = {
             name: _copy(each)
             if dtype and each.requires_grad and each.is_floating_point() and id(each) not in kept
             else each
-            for name, each in self._parameters.items()
+            for name, each in named.items()
         }
+        self._rounded = {name: each for name, each in named.items() if each is not self.all[name]}
         if dtype:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.is_floating_point() and id(tensor) not in kept:
                     tensor.data = tensor.data.to(dtype)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model."""
-        yield from self.all.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As of the model."""
-        yield from self.all.values()
-
     def take_gradients(self) -> None:
         """Each copy gets its parameter's gradient, in its own precision."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._rounded.items():
             copy, gradient = self.all[name], parameter.grad
-            if copy is not parameter:
-                copy.grad = None if gradient is None else gradient.to(copy.dtype)
+            copy.grad = None if gradient is None else gradient.to(copy.dtype)
 
     def round(self) -> None:
         """After an update: each parameter is its copy, rounded."""
-        for name, parameter in self._parameters.items():
-            copy = self.all[name]
-            if copy is not parameter:
-                copy.grad = None
-                parameter.data.copy_(copy.data)
+        for name, parameter in self._rounded.items():
+            self.all[name].grad = None
+            parameter.data.copy_(self.all[name].data)
 
     def replace(self, name: str, value: Tensor) -> None:
         """Continue with this value of a copy."""
         self.all[name].detach().copy_(value)
-        if self.all[name] is not self._parameters[name]:
-            self._parameters[name].data.copy_(self.all[name].data)
+        if name in self._rounded:
+            self._rounded[name].data.copy_(self.all[name].data)
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -119,10 +119,11 @@ class ModuleWatch:
         while self._running and self._running.pop() != name:
             pass  # a submodule that was left by an exception, since caught
         call = self._calls[name] = self._calls.get(name, 0) + 1
-        self._outputs.append(_summary(name, call - 1, output))
+        self._outputs.append(summary(name, call - 1, output))
 
 
-def _summary(name: str, call: int, output: Any) -> ModuleOutput:
+def summary(name: str, call: int, output: Any) -> ModuleOutput:
+    """What is noted of a call's output."""
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.program.ir.sparse_constants import keep_as_constants
-from meshloom.verify.reference.masters import ReferenceMasters
 
 
 @contextmanager
@@ -82,7 +81,7 @@ def _wanted(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def most_precise(model: nn.Module | ReferenceMasters) -> torch.dtype:
+def most_precise(parameters: Iterable[Tensor]) -> torch.dtype:
     """The most precise floating-point dtype among the parameters."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtypes = {each.dtype for each in parameters if each.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())

@@ -11,7 +11,7 @@ samples and the order of an epoch's batches are implemented here a second time. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -67,11 +67,11 @@ class Reference:
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            self.optimizers, self.schedulers, self.by_metric, self.decay = made_by(job, self.updated)
+            self.optimizers, self.schedulers, self.by_metric, self.decay = made_by(job, self.updated.all)
             self._batches_left = enumerate(read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.buffers = ReferenceBuffers(job, self.model)
-        self.precision = most_precise(self.model)
+        self.precision = most_precise(self.parameters.values())
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch)
         self.scale = ReferenceScale(plan)
@@ -163,7 +163,7 @@ class Reference:
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
         if self.job.clip_grad_norm is not None and norm is not None:
-            _clip(self.updated, self.job.clip_grad_norm, norm)
+            _clip(self.updated.all, self.job.clip_grad_norm, norm)
         casts = list(self.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
@@ -243,12 +243,6 @@ def replace_value(reference: Reference, name: str, value: Tensor) -> None:
         reference.model.get_buffer(name).detach().copy_(value)
 
 
-def held_by(reference: Reference, name: str) -> Tensor:
-    """Its parameter, as it is updated, or buffer of this name."""
-    updated = reference.updated.all
-    return updated[name] if name in updated else reference.model.get_buffer(name)
-
-
 @contextmanager
 def watching(reference: Reference) -> Iterator[None]:
     """A context in which single forwards of the last step's chunks may be run, and nothing is restored but draws."""
@@ -267,10 +261,10 @@ def changed_buffers(reference: Reference) -> dict[str, Tensor]:
     }
 
 
-def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
+def _clip(parameters: Mapping[str, nn.Parameter], limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
-    for parameter in model.parameters():
+    for parameter in parameters.values():
         if parameter.grad is not None:
             parameter.grad = parameter.grad * factor
 
@@ -285,7 +279,7 @@ def _closure_of(reference: Reference) -> Callable[[], float]:
         loss, weight, _ = reference.evaluate(watched=False)
         limit = reference.job.clip_grad_norm
         if limit is not None:
-            _clip(reference.model, limit, norm_of_all(reference.gradients))
+            _clip(reference.parameters, limit, norm_of_all(reference.gradients))
         return loss / weight
 
     return closure
@@ -296,7 +290,9 @@ def _step_all(reference: Reference) -> list[Cast]:
     casts: list[Cast] = []
     for optimizer in reference.optimizers:
         densify_gradients(optimizer)
-        with CastWatch(most_precise(reference.updated), optimizer=type(optimizer).__name__) as watch:
+        with CastWatch(
+            most_precise(reference.updated.all.values()), optimizer=type(optimizer).__name__
+        ) as watch:
             optimizer.step(_closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
         casts += watch.casts
     for scheduler in reference.schedulers:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from meshloom.core.averaged import Averaged
 from meshloom.core.job import Job
-from meshloom.verify.reference.masters import ReferenceMasters
 
 
 def made_by(
-    job: Job, model: nn.Module | ReferenceMasters
+    job: Job, updated: Mapping[str, Tensor]
 ) -> tuple[list[Optimizer], list[Any], list[Any], float | None]:
-    """The optimizers, of the model or of what is updated in place of its parameters; the schedulers, by steps and by a metric; the decay
-    of averages, if there are any."""
-    made: Any = job.optimizer([(name, each) for name, each in model.named_parameters() if each.requires_grad])
+    """The optimizers of what is updated; the schedulers, by steps and by a metric; the decay of averages, if there are any."""
+    made: Any = job.optimizer([(name, each) for name, each in updated.items() if each.requires_grad])
     decay = next((each.decay for each in _list_of(made) if isinstance(each, Averaged)), None)
     if decay is not None:
         made = [each.optimizer for each in made] if isinstance(made, list | tuple) else made.optimizer
