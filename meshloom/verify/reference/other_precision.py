@@ -45,25 +45,22 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
     if isinstance(tree, list | tuple):
         values = [convert(value, device, dtype) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        like = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(like, field.name, convert(getattr(tree, field.name), device, dtype))
-        return like
     if isinstance(tree, numpy.ndarray):
         is_real = tree.dtype.kind == "f" and dtype in (torch.float16, torch.float32, torch.float64)
         return tree.astype(str(dtype).removeprefix("torch.")) if is_real else tree
-    if hasattr(tree, "to") and not isinstance(tree, type):
-        return tree.to(device)
+    if isinstance(tree, type):
+        return tree
     attributes = getattr(tree, "__dict__", {})
-    if not isinstance(tree, type) and any(
-        isinstance(each, Tensor | numpy.ndarray) for each in attributes.values()
-    ):
-        like = copy.copy(tree)
-        for name, each in attributes.items():
-            setattr(like, name, convert(each, device, dtype))
-        return like
-    return tree
+    if dataclasses.is_dataclass(tree):
+        attributes = {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree)}
+    elif hasattr(tree, "to"):
+        return tree.to(device)
+    elif not any(isinstance(each, Tensor | numpy.ndarray) for each in attributes.values()):
+        return tree
+    like = copy.copy(tree)
+    for name, each in attributes.items():
+        object.__setattr__(like, name, convert(each, device, dtype))
+    return like
 
 
 def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -141,14 +141,15 @@ def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool =
     """A context in which the trainable parameters are perturbed, by other draws for every number. whole: for forwards of whole chunks alone,
     where equal values are cast to equal ones: by units of their own precision."""
     named = {name: each for name, each in reference.parameters.items() if each.requires_grad}
-    largest_of = _units_of(reference, whole=whole)
+    own, casts = _units_of(reference, whole=whole)
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
     with having(reference, named):
         with torch.no_grad():
             for name, parameter in named.items():
-                largest = largest_of(name)
+                here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]
+                largest = max(map(_rounding_of, (own, *here)))
                 flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
                 dtype = torch.float32 if flat.element_size() < 4 else flat.dtype
                 noise = torch.empty(flat.shape, dtype=dtype, device=flat.device)
@@ -207,23 +208,17 @@ def _rounding_of(dtype: torch.dtype) -> float:
     return ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
 
 
-def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
-    """How far a parameter of this name is perturbed, relative to each of its elements: by units of its model's precision, and
-    by those of the lower precisions that its module, or one around it, computes in. whole: by the first alone."""
-    casts = [] if whole else [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
-    if reference.updated.dtype and not whole:
-        casts.append(("", reference.updated.dtype))
-    if _is_in_order(reference.plan):
-        casts = [(place, dtype) for place, dtype in casts if dtype != reference.autocast]
-
-    # parameters that are lowered are equal ones, which units of float32 leave as they are
-    own = torch.float32 if whole and reference.updated.dtype else reference.precision
-
-    def largest(name: str) -> float:
-        here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]
-        return max(map(_rounding_of, (own, *here)))
-
-    return largest
+def _units_of(reference: Reference, *, whole: bool) -> tuple[torch.dtype, list[tuple[str, torch.dtype]]]:
+    """By whose units a parameter is perturbed, relative to each of its elements: by those of its model's precision, and by those of the lower
+    ones that its module, or one around it, computes in, with the module. whole: by the first alone."""
+    lowered = reference.updated.dtype
+    if whole:
+        # parameters that are lowered are equal ones, which units of float32 leave as they are
+        return torch.float32 if lowered else reference.precision, []
+    casts = [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
+    casts += [("", lowered)] if lowered else []
+    passed = reference.autocast if _is_in_order(reference.plan) else None
+    return reference.precision, [(place, dtype) for place, dtype in casts if dtype != passed]
 
 
 class _OtherRounding(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any
 
@@ -40,7 +40,7 @@ def _is_indexed(dataset: Any) -> bool:
 def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> int | None:
     """Batches of the first epoch of iterable data; None if that does not end within so many samples and seconds, or data is
     not iterable."""
-    began, batches, waiting = time.monotonic(), 0, 0
+    began, samples = time.monotonic(), 0
     with preserved_draws():
         dataset = _dataset(job)
         if _is_indexed(dataset):
@@ -48,10 +48,7 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
         for samples, _ in enumerate(_stream(job, dataset, 0), start=1):
             if samples > most_samples or time.monotonic() - began > most_seconds:
                 return None
-            waiting += 1
-            if waiting == job.batch_size:
-                batches, waiting = batches + 1, 0
-    return batches + (1 if waiting and not job.drop_last else 0)
+    return samples // job.batch_size if job.drop_last else -(-samples // job.batch_size)
 
 
 def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
@@ -65,12 +62,7 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
-        begin = 0
-        while begin < len(order):
-            indices = order[begin : begin + job.batch_size]
-            begin += job.batch_size
-            if len(indices) < job.batch_size and job.drop_last:
-                continue
+        for indices in _in_batches(job, order):
             passed += 1
             if passed > first:
                 if hasattr(dataset, "set_epoch"):
@@ -81,21 +73,25 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
 
 
 def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
-    passed = 0
     for epoch in count():
-        first, batch = passed, list[Any]()
-        for sample in _stream(job, dataset, epoch):
-            batch.append(sample)
-            if len(batch) == job.batch_size:
-                yield batch
-                passed, batch = passed + 1, []
-        if batch and not job.drop_last:
+        batch = None
+        for batch in _in_batches(job, _stream(job, dataset, epoch)):
             yield batch
-            passed += 1
-        elif passed == first:
+        if batch is None:
             raise DataError(
                 f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one."
             )
+
+
+def _in_batches(job: Job, samples: Iterable[Any]) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    for sample in samples:
+        batch.append(sample)
+        if len(batch) == job.batch_size:
+            yield batch
+            batch = []
+    if batch and not job.drop_last:
+        yield batch
 
 
 def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
