@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -82,8 +82,9 @@ class Report:
             {"event": "verify_step", **step, "loss": step["loss"][0], "one_device_loss": step["loss"][1]}
             for step in end.pop("steps")
         ]
+        del end["differing"]
         names = {"between": "between_steps", "smallest": "smallest_plan", "whole": "whole_batch"}
-        named = {names.get(key, key): value for key, value in end.items() if key != "differing"}
+        named = {names.get(key, key): value for key, value in end.items()}
         return [*steps, {"event": "verify", **named, "worst": _plain(self.worst())}]
 
 
@@ -162,21 +163,21 @@ def _step_lines(report: Report) -> list[str]:
     return [f"{verdict} to one device that runs the same chunks: {steps}"]
 
 
-def _notes_of(report: Report) -> list[str]:
-    lines = [*([report.smallest.sentence] if report.smallest else []), *report.notes]
-    skipped = sum(step.skipped and step.passed for step in report.steps)
-    if skipped:
-        lines.append(
+def _notes_of(report: Report) -> Iterator[str]:
+    if report.smallest:
+        yield report.smallest.sentence
+    yield from report.notes
+    if skipped := sum(step.skipped and step.passed for step in report.steps):
+        yield (
             f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
             "More --steps have more updates"
         )
-    lines += [*_noise_lines(report.steps), *_moved_lines(report.steps)]
-    lines += [*([report.autocast] if report.autocast else []), *_cast_lines(report.casts)]
+    yield from _rounding_lines([error for step in report.steps for error in step.errors])
+    if report.autocast:
+        yield report.autocast
+    yield from _cast_lines(report.casts)
     if any(share < 1 for share in report.owned):
-        lines.append(
-            f"sharded: ranks own {', '.join(f'{each:.1%}' for each in report.owned)} of the optimizer's state"
-        )
-    return lines
+        yield f"sharded: ranks own {', '.join(f'{each:.1%}' for each in report.owned)} of the optimizer's state"
 
 
 def whole_sentence(report: Report) -> str:
@@ -199,14 +200,11 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
         return [f"{what}: equal{size}"]
-    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)[
-        :ROWS
-    ]
-    shown = [
-        f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong
-    ]
+    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
+    shown = [*checked.facts[:ROWS]]
+    shown += [f"{each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong[:ROWS]]  # fmt: skip
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
-    return [f"DIFFERS: {checked.what}{module}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
+    return [f"DIFFERS: {checked.what}{module}", *(f"  {each}" for each in shown)]
 
 
 def _told(errors: Sequence[TensorError]) -> list[TensorError]:
@@ -214,46 +212,36 @@ def _told(errors: Sequence[TensorError]) -> list[TensorError]:
     return [error for error in errors if not (error.noise and error.passed)]
 
 
-def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
-    """The gradients that are no errors, however far they are off."""
-    names = list(
-        dict.fromkeys(error.name for step in steps for error in step.errors if error.noise and error.passed)
-    )
-    verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
-    text = (
-        f"{format_count(len(names), 'gradient')} ({shown_names(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
-        f"{whose} size is compared"
-    )
-    return [text] if names else []
+def _rounding_lines(errors: Sequence[TensorError]) -> Iterator[str]:
+    """The gradients that are no errors, however far they are off; a warning that mistakes smaller than the measured effect of rounding cannot
+    be seen in some."""
+    if names := list(dict.fromkeys(error.name for error in errors if error.noise and error.passed)):
+        verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
+        yield (
+            f"{format_count(len(names), 'gradient')} ({shown_names(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
+            f"{whose} size is compared"
+        )
+    if moved := [error for error in _told(errors) if error.moved]:
+        names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
+        yield (
+            f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves gradients of one "
+            "device: use --dtype float64 to detect smaller mistakes in them"
+        )
 
 
-def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
-    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some gradients."""
-    moved = [error for step in steps for error in _told(step.errors) if error.moved]
-    if not moved:
-        return []
-    names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-    return [
-        f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves gradients of one "
-        "device: use --dtype float64 to detect smaller mistakes in them"
-    ]
-
-
-def _cast_lines(casts: Sequence[Cast]) -> list[str]:
+def _cast_lines(casts: Sequence[Cast]) -> Iterator[str]:
     """One line for each lower precision."""
     places: dict[tuple[str, bool, bool], list[str]] = {}
     for each in casts:
         key = each.dtype, each.in_optimizer, each.in_products
         places.setdefault(key, []).append(each.place or "the model or loss")
-    lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
         how = f"computed in {dtype}"
         if in_products:
             how = f"float32 is multiplied as {'TF32' if dtype == 'float16' else dtype}, by a setting of torch"
         allowed = "nothing is tolerated for it but what rounding is measured to do"
         allowed = f"what it updates may differ as {dtype} does" if in_optimizer else allowed
-        lines.append(f"{how}, in {shown_names(found)}: {allowed}")
-    return lines
+        yield f"{how}, in {shown_names(found)}: {allowed}"
 
 
 def _severity(error: TensorError) -> float:

@@ -37,6 +37,7 @@ from meshloom.verify.between_steps.saving_again import (
     save_in_background,
     saved_after_resuming,
     saved_again,
+    saved_into,
     saving_directory,
 )
 from meshloom.verify.compared.compare import first_differing, placed
@@ -204,8 +205,12 @@ class VerifiedRun:
     def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
         """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
         passed = self._take(trainer, range(steps))
-        last = min(total - 2, steps + _MOST_SKIPPED)
-        while passed and trainer.next_step < last and _has_skipped_all(trainer, self.comparison):
+        while passed and trainer.next_step < min(total - 2, steps + _MOST_SKIPPED):
+            one = self.comparison
+            if not of_first_rank(
+                trainer, one is not None and all(each.skipped for each in one.result().steps)
+            ):
+                break
             passed = self._take(trainer, [trainer.next_step])
         return passed
 
@@ -214,8 +219,8 @@ class VerifiedRun:
         rank 0 counts the first epoch, if it does not take long, and no more samples than that are passed over."""
         length = self._steps_per_epoch
         if length is None:
-            main = trainer.world.main
-            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
+            most = _MOST_SAMPLES, _MOST_SECONDS
+            counted = batches_of_first_epoch(self.job, *most) if trainer.world.main else None
             length = of_first_rank(trainer, counted)
         if not length:
             return []
@@ -230,8 +235,7 @@ class VerifiedRun:
         assert run is not None and run.saved is not None
         path = run.saved
         if steps_schedulers_apart(trainer):
-            run.save_into(directory / "stepped")
-            path = trainer.save()
+            path = saved_into(trainer, directory / "stepped")
         if self.comparison:
             self.between.append(self.comparison.check_saved(path, "the checkpoint"))
             self.between += best_saved(directory, path, run.evaluation)
@@ -251,35 +255,25 @@ def _place_of(
 ) -> tuple[str, str]:
     """The operator, in a sentence, and its module, after the step of `batch`, which differs; on rank 0. "": none was looked for, or is wrong. The first
     module is noted in the steps of `one`. All ranks call it."""
-    values = _values_again(trainer, batch, one)
-    if one is None:
-        return "", ""
-    module = one.place(values) if values is not None else None
-    wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.stages.division
-    followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
-    if division is None or not followed:
-        return "", ""
-    replica = trainer.replicas[0]
-    device, job = replica.context.device, replica.job
-    batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
-    model = build_filled_model(job, device, dtype)
-    (example,) = (to_device(each, device, dtype) for each in batches)
-    return first_wrong_operator(division.first, model, example)
-
-
-def _values_again(
-    trainer: Trainer, batch: Batch, one: ComparisonRun | None
-) -> dict[int, list[Values]] | None:
-    """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
     first = trainer.replicas[0]
-    if not first.engine.stages.cut or first.plan.sync_batch_norm or first.inner.compiles:
-        return None
+    stages, device, job = first.engine.stages, first.context.device, first.job
 
-    def look(replica: Replica) -> dict[int, list[Values]]:
+    def values_again(replica: Replica) -> dict[int, list[Values]]:
         adopt = one.adopt if one and replica is first else lambda name, ours: None
         return values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], adopt)
 
-    return trainer.together(look)[0]
+    runs_programs = stages.cut and not first.plan.sync_batch_norm and not first.inner.compiles
+    values = trainer.together(values_again)[0] if runs_programs else None
+    if one is None:
+        return "", ""
+    module = one.place(values) if values is not None else None
+    wrong_step = first_differing(one.result().steps)
+    followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
+    if stages.division is None or not followed:
+        return "", ""
+    (batch_of_chunk,) = first_batches(job, 1, first.plan.largest_share(job.batch_size)[0])
+    model = build_filled_model(job, device, dtype)
+    return first_wrong_operator(stages.division.first, model, to_device(batch_of_chunk, device, dtype))
 
 
 def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
@@ -287,13 +281,7 @@ def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
     return of_first_rank(trainer, one is None or one.agrees())
 
 
-def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
-    """Whether no step so far has made an update, on every rank."""
-    return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
-
-
 def _owned(replica: Replica) -> list[float]:
     """The share of the trainable elements that each rank updates."""
-    elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.ownership.owned)
-    return collect(replica.context.world, mine / elements)
+    return collect(replica.context.world, mine / replica.num_trainable)

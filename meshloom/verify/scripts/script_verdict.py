@@ -22,12 +22,16 @@ def verdict(
     without = "" if drew else ", without draws of forwards on both sides"
     what = f"{format_count(whole.steps, 'backward' if whole.backwards else 'step')}{'' if whole.backwards else ' of an optimizer'}"
     compared = f"{what}, {whole.tensors:,} tensors{without}"
+    number = format_count(whole.left_out, "element")
+    left_out = (
+        [f"{number} of parameters were left out, whose gradients are rounding."] if whole.left_out else []
+    )
     if whole.first is None:
-        lines = [
+        return [
             f"EQUAL: the script computes under {plan} what it computes by itself on whole batches ({compared}).",
             f"The largest difference is {whole.worst:.1e} of a tensor's size.",
+            *left_out,
         ]
-        return [*lines, *_left_out(whole)]
     lines = [
         f"DIFFERS: the script computes under {plan} something else than by itself on whole batches ({compared}).",
         f"First in {whole.first}.",
@@ -41,7 +45,7 @@ def verdict(
         reasons.append(f"{shown_names(batch_norms)}: batch normalization by the statistics of shares")
     if reasons:
         lines.append(f"It cannot hold on whole batches: {'; '.join(reasons)}.")
-    return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
+    return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *left_out]
 
 
 def why_no_copies(plan: Plan, *, draws: bool, weighs: bool, batch_norms: Sequence[str]) -> str | None:
@@ -98,15 +102,6 @@ def _of_copies(plan: Plan, copies: ScriptComparison | str | None, *, explained: 
             f"The plan does what dp={plan.dp} plain copies do, whose gradients are averaged: the loss over shares is not the loss over the whole "
             f"batch{why}."
         ]
-    first = copies.first
     return [
-        f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {first}): {mistake}"
-    ]
-
-
-def _left_out(whole: ScriptComparison) -> list[str]:
-    if not whole.left_out:
-        return []
-    return [
-        f"{format_count(whole.left_out, 'element')} of parameters were left out, whose gradients are rounding."
+        f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {copies.first}): {mistake}"
     ]
