@@ -46,13 +46,13 @@ def _wrong_settings(ours: StepRecord, reference: StepRecord, of_losses: float) -
 
 def module_of_names(names: Sequence[str], reference: StepRecord, plan: Plan) -> str | None:
     """The first module in order of execution that has one of these tensors; None: there are none."""
-    place = order_of_modules(reference, plan)
-    first = min(names, key=lambda name: place_of_owner(name, place), default=None)
+    place = _order_of_modules(reference, plan)
+    first = min(names, key=lambda name: _place_of_owner(name, place), default=None)
     return None if first is None else first.rpartition(".")[0] or "the whole model"
 
 
 def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
-    here, there = filled(ours.chunks), filled(reference.chunks)
+    here, there = _filled(ours.chunks), _filled(reference.chunks)
     for index in sorted({*here, *there}):
         a, b = here.get(index), there.get(index)
         if a is None or b is None or a.samples != b.samples:
@@ -61,7 +61,7 @@ def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
             yield f"Chunk {index} has other data than on one device."
 
 
-def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
+def _filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
     """The non-empty chunks, by index."""
     return {chunk.index: chunk for chunk in chunks if chunk.samples}
 
@@ -69,10 +69,10 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
 def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Plan) -> str | None:
     """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs, one that is
     not called (the model itself as well) only if no other does; else the first in order of execution whose buffer, parameter or update does, or whose average."""
-    place = order_of_modules(reference, plan)
+    place = _order_of_modules(reference, plan)
     wrong = [(error.kind, error.name) for error in errors if not error.passed]
     owners = {
-        place_of_owner(name, place): name.rpartition(".")[0] for kind, name in wrong if kind == "gradient"
+        _place_of_owner(name, place): name.rpartition(".")[0] for kind, name in wrong if kind == "gradient"
     }
     if owners:  # parameters of the model itself, and of modules that are not called, may be used anywhere
         called = {number: owner for number, owner in owners.items() if owner and owner in place}
@@ -84,29 +84,18 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
 
 def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan: Plan) -> str | None:
     """The first module in order of execution whose output differs; None: all that were observed agree."""
-    found = first_wrong(_both(ours, reference, plan), tolerance)
+    here, there = _outputs(ours, plan), _outputs(reference, plan)
+    found = first_wrong(((here[key], there[key]) for key in there if key in here), tolerance)
     return None if found is None else found or "the whole model"
 
 
-def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
-    """Outputs of both sides, in one device's order of execution. Within a program no module runs."""
-    if plan.sync_batch_norm:
-        yield from zip(_outputs(ours, plan), _outputs(reference, plan), strict=False)
-        return
-    here = {(chunk.index, each.name, each.call): each for chunk in ours.chunks for each in chunk.modules}
-    for chunk in sorted(reference.chunks, key=lambda chunk: chunk.index):
-        for each in chunk.modules:
-            if (own := here.get((chunk.index, each.name, each.call))) is not None:
-                yield own, each
-
-
-def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
+def _order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
     """Module -> its place in order of execution."""
-    executed = dict.fromkeys(each.name for each in _outputs(record, plan))
+    executed = dict.fromkeys(name for _, name, _ in _outputs(record, plan))
     return {name: number for number, name in enumerate(executed)}
 
 
-def place_of_owner(name: str, place: Mapping[str, int]) -> int:
+def _place_of_owner(name: str, place: Mapping[str, int]) -> int:
     """Place in order of execution of the module that owns a tensor, or of the one around it that is called."""
     module = name.rpartition(".")[0]
     while module not in place and module:
@@ -114,20 +103,16 @@ def place_of_owner(name: str, place: Mapping[str, int]) -> int:
     return place.get(module, len(place))
 
 
-def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
-    """Outputs in order of execution; for chunks that are one forward on one device, sums over the chunks."""
-    chunks = [chunk for chunk in sorted(record.chunks, key=lambda chunk: chunk.index) if chunk.modules]
-    if not plan.sync_batch_norm:
-        return [output for chunk in chunks for output in chunk.modules]
-    total: list[ModuleOutput] = []
-    for j in range(plan.microbatches):
-        sums: dict[tuple[str, int], ModuleOutput] = {}
-        for chunk in chunks:
-            for output in chunk.modules if chunk.index % plan.microbatches == j else ():
-                key = output.name, output.call
-                sums[key] = add_outputs(sums[key], output) if key in sums else output
-        total += sums.values()
-    return total
+def _outputs(record: StepRecord, plan: Plan) -> dict[tuple[int, str, int], ModuleOutput]:
+    """Outputs by one device's forward, module and call, in its order of execution; for chunks that are one forward, sums over the chunks. Within a
+    program no module runs."""
+    forwards = plan.microbatches if plan.sync_batch_norm else plan.num_chunks
+    found: dict[tuple[int, str, int], ModuleOutput] = {}
+    for chunk in sorted(record.chunks, key=lambda chunk: (chunk.index % forwards, chunk.index)):
+        for output in chunk.modules:
+            key = chunk.index % forwards, output.name, output.call
+            found[key] = add_outputs(found[key], output) if key in found else output
+    return found
 
 
 def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
