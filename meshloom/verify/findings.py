@@ -201,10 +201,14 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
         return [f"{what}: equal{size}"]
     wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
-    shown = [*checked.facts[:ROWS]]
-    shown += [f"{each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong[:ROWS]]  # fmt: skip
+    shown = [
+        f"{each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong
+    ]
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
-    return [f"DIFFERS: {checked.what}{module}", *(f"  {each}" for each in shown)]
+    return [
+        f"DIFFERS: {checked.what}{module}",
+        *(f"  {each}" for each in (*checked.facts[:ROWS], *shown[:ROWS])),
+    ]
 
 
 def _told(errors: Sequence[TensorError]) -> list[TensorError]:

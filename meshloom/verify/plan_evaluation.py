@@ -25,25 +25,21 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
     before = [_state(each) for each in trainer.replicas]
     run = trainer.synchronous
     assert run is not None
-    whole = run.evaluation.num_batches <= _MOST_BATCHES
-    batches = None if whole else _MOST_BATCHES
+    batches = None if run.evaluation.num_batches <= _MOST_BATCHES else _MOST_BATCHES
     with run.evaluation.of_first(batches):
         if last:
             run.after_step(last=True)
         else:
             run.evaluate(due=False)
     ours = run.evaluation.newest
-    after = [_state(each) for each in trainer.replicas]
-    changed = [
-        [name for name in old if old[name] != new.get(name)] for old, new in zip(before, after, strict=True)
-    ]
 
     def collected(replica: Replica) -> list[list[Any]]:
-        number = trainer.replicas.index(replica)
-        return collect(replica.context.world, [changed[number], ours[number]])
+        number, now = trainer.replicas.index(replica), _state(replica)
+        changed = [name for name, each in before[number].items() if each != now.get(name)]
+        return collect(replica.context.world, [changed, ours[number]])
 
     of_ranks = trainer.together(collected)[0]
-    what = "" if whole else f" of the first {_MOST_BATCHES} batches"
+    what = "" if batches is None else f" of the first {batches} batches"
     return PlanEvaluation(
         what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches,
         changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),

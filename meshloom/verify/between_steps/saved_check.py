@@ -47,12 +47,8 @@ def check_saved(
         elif (found := _read(saved, known)) is not None and isinstance(right, Tensor):
             errors.append(compared_with(f"{key} of {name}", found, right, reference.step, allowed))
     owners = [each.name.rpartition(" of ")[2].rpartition(".")[0] for each in errors if not each.passed]
-    return BetweenSteps(
-        what=f"{what} after step {reference.step}",
-        errors=errors,
-        facts=facts,
-        first_module=owners[0] or "the whole model" if owners else None,
-    )
+    first, said = owners[0] or "the whole model" if owners else None, f"{what} after step {reference.step}"
+    return BetweenSteps(what=said, errors=errors, facts=facts, first_module=first)
 
 
 def same_files(path: Path, other: Path, what: str, *, with_values: bool = False) -> BetweenSteps:
@@ -74,7 +70,7 @@ def same_files(path: Path, other: Path, what: str, *, with_values: bool = False)
     if one.step != two.step:
         facts.append(f"It is of step {two.step} instead of {one.step}.")
     facts = facts[:_MOST] + ([*_differing("", one.values, two.values)] if with_values else [])
-    first = f"{wrong[0].rpartition('.')[0] or 'the whole model'}" if wrong else None
+    first = wrong[0].rpartition(".")[0] or "the whole model" if wrong else None
     return BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts, first_module=first)
 
 
@@ -127,15 +123,13 @@ def _kept(reference: Reference, tolerance: Callable[[str], float]) -> Iterator[t
     for optimizer in (each for each in reference.optimizers if not needs_closure(each)):
         for parameter, state in optimizer.state.items():
             # of a parameter without elements no rank has a state
-            if isinstance(parameter, Tensor) and id(parameter) in names and parameter.numel():
-                name = names[id(parameter)]
+            if (name := names.get(id(parameter))) is not None and parameter.numel():
                 for key, value in state.items():
                     yield name, key, value, 0.0 if key == "step" else tolerance(name)
-    for name, each in reference.updated.all.items():
-        yield name, MASTER, each, tolerance(name)
-    yield from (
-        (name, AVERAGE, each, tolerance(name)) for name, each in reference.averages.items() if each.numel()
-    )
+    for key, tensors in ((MASTER, reference.updated.all), (AVERAGE, reference.averages)):
+        for name, each in tensors.items():
+            if each.numel():
+                yield name, key, each, tolerance(name)
 
 
 def _read(saved: Checkpoint, key: str) -> Tensor | None:

@@ -52,14 +52,14 @@ def forwards_of(
             yield ReferenceForward(key=j, samples=together, members=members)
     else:
         for chunk, piece in enumerate(pieces):
-            members = [(chunk, piece)] if piece else []
-            # each replica computes its own statistics, as if they were not synchronised
-            if piece and plan.sync_batch_norm:
-                together = sizes[chunk % m :: m]
+            key, rows = chunk, None
+            if (
+                plan.sync_batch_norm
+            ):  # each replica computes its own statistics, as if they were not synchronised
+                key, together = chunk % m, sizes[chunk % m :: m]
                 rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
-                yield ReferenceForward(key=chunk % m, samples=piece, members=members, rows=rows)
-            elif piece:
-                yield ReferenceForward(key=chunk, samples=piece, members=members)
+            if piece:
+                yield ReferenceForward(key=key, samples=piece, members=[(chunk, piece)], rows=rows)
 
 
 def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[int]:

@@ -38,16 +38,10 @@ def update_tolerances(
     found: dict[str, float] = {}
     for optimizer in optimizers:
         kind = type(optimizer)
-        lower = [
-            getattr(torch, cast.dtype) for cast in casts if cast.in_optimizer and cast.place == kind.__name__
-        ]
+        own = [cast.dtype for cast in casts if cast.in_optimizer and cast.place == kind.__name__]
         is_sliced = kind in ELEMENTWISE and kind is not SparseAdam
-        allowed = max(
-            [
-                unmeasured_through(precision) if is_sliced else most_tolerated(precision),
-                *map(most_tolerated, lower),
-            ]
-        )
+        least = unmeasured_through(precision) if is_sliced else most_tolerated(precision)
+        allowed = max([least, *(most_tolerated(getattr(torch, each)) for each in own)])
         for group in optimizer.param_groups:
             found |= {names[id(each)]: allowed for each in group["params"] if id(each) in names}
     return found
@@ -83,10 +77,9 @@ class StateErrors:
     def errors(self) -> list[TensorError]:
         """The errors of all tensors of the reference; infinite for those that did not arrive."""
         found: list[TensorError] = []
-        for name in self._buffers:
-            found += self._compared.get(name) or [self._tensor_error(name, "buffer", math.inf, 0.0)]
-        for name in self._parameters:
-            found += self._compared.get(name) or [self._tensor_error(name, "parameter", math.inf, 0.0)]
+        for names, kind in ((self._buffers, "buffer"), (self._parameters, "parameter")):
+            for name in names:
+                found += self._compared.get(name) or [self._tensor_error(name, kind, math.inf, 0.0)]
         return found
 
     def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
@@ -104,16 +97,18 @@ class StateErrors:
             # the loss writes it, as buffers are: several chunks' writes are put together in another order
             units = allowed * size
         most = allowed * moved + units
-        parameter = self._tensor_error(
-            name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
-        )
-        return [parameter, self._tensor_error(name, "update", relative(off, of_update), most / of_update)]
+        return [
+            self._tensor_error(
+                name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
+            ),
+            self._tensor_error(name, "update", relative(off, of_update), most / of_update),
+        ]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
         reference = self._buffers[name]
         if not _is_inexact(reference):
-            equal = torch.equal(ours.to(reference.device), reference)
-            return self._tensor_error(name, "buffer", 0.0 if equal else math.inf, 0.0)
+            off = 0.0 if torch.equal(ours.to(reference.device), reference) else math.inf
+            return self._tensor_error(name, "buffer", off, 0.0)
         size = self._sizes[name]
         off = distance(ours, reference) if ours.shape == reference.shape else math.inf
         precision = reference.dtype.to_real()
