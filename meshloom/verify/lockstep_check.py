@@ -62,9 +62,8 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
         own = _split(program, state, part, rank)
         seed_everything(_SEED)
         with at_step(0):
-            returned = run_program(
-                program, *own, batch, dtype=torch.float64, visit=partial(found.note, rank), group=group
-            )
+            visit = partial(found.note, rank)
+            returned = run_program(program, *own, batch, dtype=torch.float64, visit=visit, group=group)
         loss = tree_leaves(returned)[0]
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.sum().backward()
@@ -73,12 +72,8 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
         run(program, reference, None, None)
         groups = simulated_groups(part.choice.num_ranks)
         programs = [bound(each, model) for each in part.programs]
-        in_turns(
-            [
-                partial(run, each, ranks, rank, group)
-                for rank, (each, group) in enumerate(zip(programs, groups, strict=True))
-            ]
-        )
+        of_ranks = enumerate(zip(programs, groups, strict=True))
+        in_turns([partial(run, each, ranks, rank, group) for rank, (each, group) in of_ranks])
     return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (AGREE, "")
 
 

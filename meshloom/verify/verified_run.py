@@ -127,10 +127,11 @@ class VerifiedRun:
                 self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
             if not resumed:
-                again = saved_again(self._opened(total, resume=path, compares=False), path)
+                again = saved_again(self._opened(total, resume=path), path)
                 self.between += [] if again.passed else [again]
             elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
-                self._resume_elsewhere(path, total)
+                elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=())
+                self.between.append(saved_again(elsewhere._opened(total, resume=path), path, "dp=1"))
 
     def _reported(self, report: Report) -> Report:
         """With what is known here."""
@@ -148,29 +149,28 @@ class VerifiedRun:
         )  # fmt: skip
 
     @contextmanager
-    def _opened(self, steps: int, *, resume: Path | None = None, compares: bool = True) -> Iterator[Trainer]:
+    def _opened(self, steps: int, *, resume: Path | None = None) -> Iterator[Trainer]:
         gc.collect()  # a Trainer before this one, which lies in cycles
         quiet = Listener(started=lambda text: None)  # the report describes the run
         with Trainer(
             self.job, self.plan, steps=steps, dtype=self.dtype, share=self.share, listener=quiet, recorded_shares=self.shares, resume=resume,
             **self.settings
         ) as trainer:  # fmt: skip
-            first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             assert trainer.synchronous is not None
             self.digest = trainer.synchronous.digest
-            if compares and trainer.world.main and self.comparison is None:
-                self.comparison = self.compare(
-                    self.job, first.inner, self.dtype, first.context.device, self.shares
-                )
             yield trainer
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], moment: str = "") -> bool:
         """Take the steps of these numbers, and compare them. Whether all agree, on every rank. moment: of the run, which they are
         at."""
-        run, comparison = trainer.synchronous, self.comparison
+        run, first = trainer.synchronous, trainer.replicas[0]
         assert run is not None
-        first = trainer.replicas[0]
+        if trainer.world.main and self.comparison is None:
+            self.comparison = self.compare(
+                self.job, first.inner, self.dtype, first.context.device, self.shares
+            )
+        comparison = self.comparison
         observers = [StepObserver(each, comparison if each is first else None, alone=len(trainer.replicas) == 1) for each in trainer.replicas]  # fmt: skip
         run.observe(observers)
         with ExitStack() as attached:
@@ -243,11 +243,6 @@ class VerifiedRun:
             checked, path = save_in_background(trainer, directory / "background", path)
             self.between.append(checked)
         return path
-
-    def _resume_elsewhere(self, path: Path, steps: int) -> None:
-        """Resume the checkpoint under dp=1, and save it again."""
-        elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[])  # fmt: skip
-        self.between.append(saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1"))
 
 
 def _place_of(

@@ -48,9 +48,9 @@ def compare_evaluation(
         allowed = dict.fromkeys(right, unmeasured)
         if any(unmeasured < each < math.inf for each in errors.values()):
             times = _OF_METRICS if lower is None else _OF_LOWERED
+            whole = not rounds_partial_sums(reference.plan)
             for number in range(_DRAWS):
-                chunks = not rounds_partial_sums(reference.plan)
-                with torch.no_grad(), perturbed_parameters(reference, number, whole=chunks):
+                with torch.no_grad(), perturbed_parameters(reference, number, whole=whole):
                     moved = evaluate(reference, updates, ours.batches)
                 for name, value in right.items():
                     allowed[name] = max(allowed[name], times * metric_error(moved[name], value))

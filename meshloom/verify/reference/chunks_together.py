@@ -158,9 +158,7 @@ class ChunksTogether:
     def _take_gradients(self, rows: _Rows) -> None:
         first = self._gradients[0]
         half = first.dtype in (torch.float16, torch.bfloat16)
-        total = first.float() if half else first
-        for each in self._gradients[1:]:
-            total = total + each
+        total = sum(self._gradients[1:], first.float() if half else first)
         parts = total.to(first.dtype).split([len(x) for x in rows.of_chunks.values()])
         rows.gradients = dict(zip(rows.of_chunks, parts, strict=True))
 

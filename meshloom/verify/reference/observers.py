@@ -127,11 +127,9 @@ def summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
-            if (
-                isinstance(leaf, Tensor)
-                and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-                and not _is_transformed(leaf)
-            ):
+            if not isinstance(leaf, Tensor) or _is_transformed(leaf):
+                continue
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 ramp += ramp_of(leaf)
                 for values in float64_blocks(leaf):
                     total += values.sum().item()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,8 @@ class ReferenceBuffers:
     def __init__(self, job: Job, model: nn.Module) -> None:
         names = [name for name, _ in model.named_buffers()]
         names += [name for name, each in model.named_parameters() if not each.requires_grad]
-        self._rules = {name: rule for name in names for rule in _first(job, name)}
+        rules = [*job.buffers.items()][::-1]  # of several that match, the first
+        self._rules = {name: rule for name in names for pattern, rule in rules if fnmatchcase(name, pattern)}
         for path, module in model.named_modules():
             if getattr(type(module), "forward", None) in (_BatchNorm.forward, _InstanceNorm.forward):
                 own = {f"{path}.{key}" if path else key for key, _ in module.named_buffers(recurse=False)}
@@ -74,7 +74,3 @@ class ReferenceBuffers:
                     value = torch.where(moved, rule.decay * value + (end - rule.decay * first), value)
             merged[name] = value.to(first.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         return merged
-
-
-def _first(job: Job, name: str) -> list[Any]:
-    return [rule for pattern, rule in job.buffers.items() if fnmatchcase(name, pattern)][:1]

@@ -71,11 +71,8 @@ class ScriptRecorder:
         self._undo = ExitStack()
 
     def __enter__(self) -> ScriptRecorder:
-        for handle in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._undo.callback(handle.remove)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._undo.enter_context(replaced(torch.autograd, "backward", self._recording_backward))
         return self
 
@@ -91,9 +88,8 @@ class ScriptRecorder:
         """The shares of the parameters of all parallel modules, and of the optimizers' state, that this process has."""
         parameters = {id(each): each for _, each in self._names()}.values()
         states = [each for one in self._optimizers for of in one.state.values() for each in of.values()]
-        return _share_of(parameters), _share_of(
-            [each for each in states if isinstance(each, Tensor) and each.dim()]
-        )
+        states = [each for each in states if isinstance(each, Tensor) and each.dim()]
+        return _share_of(parameters), _share_of(states)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not any(each is optimizer for each in self._optimizers):
@@ -115,11 +111,8 @@ class ScriptRecorder:
                 backward(*args, **kwargs)
             finally:
                 self._backwards -= 1
-            if (
-                not self._backwards
-                and not _is_of_a_capture(inspect.currentframe())
-                and not self._has_optimizer()
-            ):
+            own = self._backwards or _is_of_a_capture(inspect.currentframe())
+            if not own and not self._has_optimizer():
                 names = dict(self._names())
                 with self._whole(names):
                     self._note_gradients(names)

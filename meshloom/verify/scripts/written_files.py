@@ -12,13 +12,8 @@ from typing import Any
 
 from meshloom.core.modules.packages import is_users
 
-_CHANGES = {
-    "os.remove": 1,
-    "os.rename": 2,
-    "os.mkdir": 1,
-    "os.rmdir": 1,
-    "os.truncate": 1,
-}  # paths in their arguments
+# events -> paths in their arguments
+_CHANGES = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.truncate": 1}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
