@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class ReferenceBuffers:
     def __init__(self, job: Job, model: nn.Module) -> None:
         names = [name for name, _ in model.named_buffers()]
         names += [name for name, each in model.named_parameters() if not each.requires_grad]
-        rules = [*job.buffers.items()][::-1]  # of several that match, the first
+        rules: list[tuple[str, Any]] = [*job.buffers.items()][::-1]  # of several that match, the first
         self._rules = {name: rule for name in names for pattern, rule in rules if fnmatchcase(name, pattern)}
         for path, module in model.named_modules():
             if getattr(type(module), "forward", None) in (_BatchNorm.forward, _InstanceNorm.forward):

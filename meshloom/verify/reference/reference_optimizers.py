@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from meshloom.core.averaged import Averaged
@@ -15,7 +15,7 @@ from meshloom.core.job import Job
 
 
 def made_by(
-    job: Job, updated: Mapping[str, Tensor]
+    job: Job, updated: Mapping[str, nn.Parameter]
 ) -> tuple[list[Optimizer], list[Any], list[Any], float | None]:
     """The optimizers of what is updated; the schedulers, by steps and by a metric; the decay of averages, if there are any."""
     made: Any = job.optimizer([(name, each) for name, each in updated.items() if each.requires_grad])

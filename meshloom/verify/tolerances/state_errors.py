@@ -77,9 +77,10 @@ class StateErrors:
     def errors(self) -> list[TensorError]:
         """The errors of all tensors of the reference; infinite for those that did not arrive."""
         found: list[TensorError] = []
-        for names, kind in ((self._buffers, "buffer"), (self._parameters, "parameter")):
-            for name in names:
-                found += self._compared.get(name) or [self._tensor_error(name, kind, math.inf, 0.0)]
+        for name in self._buffers:
+            found += self._compared.get(name) or [self._tensor_error(name, "buffer", math.inf, 0.0)]
+        for name in self._parameters:
+            found += self._compared.get(name) or [self._tensor_error(name, "parameter", math.inf, 0.0)]
         return found
 
     def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
