@@ -105,13 +105,12 @@ def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partit
 
 
 class _InnerProducts:
-    """The inner products of each operator's value, and of its gradient: one device's, or those of `size` ranks. scales: of one device's tensors, by
-    whether they are gradients, name and number."""
+    """The inner products of each operator's value, and of its gradient: one device's, or those of `size` ranks, by whether they are gradients, and
+    name. scales: of one device's tensors, likewise, and by number."""
 
     def __init__(self, choice: DivisionChoice, size: int) -> None:
         self.nodes: dict[str, Node] = {}
-        self.values: dict[str, Products] = {}
-        self.gradients: dict[str, Products] = {}
+        self.found: dict[tuple[bool, str], Products] = {}
         self.scales: dict[tuple[bool, str, int], float] = {}
         self._choice, self._size = choice, size
 
@@ -120,21 +119,20 @@ class _InnerProducts:
         if node.name not in self._choice.layout.values:
             return  # part of a resharding, which one device does not have
         self.nodes[node.name] = node
-        self.values.setdefault(node.name, {})
-        self.gradients.setdefault(node.name, {})
+        for backward in (False, True):
+            self.found.setdefault((backward, node.name), {})
         for number, each in enumerate(tree_leaves(value)):
             if isinstance(each, Tensor):
                 self._note(rank, node.name, number, each)
 
     def errors(self, ranks: _InnerProducts, *, backward: bool) -> Iterator[tuple[str, float]]:
         """Of each value that ranks have, the largest difference, relative to the tensor's scale."""
-        one, all_of = (each.gradients if backward else each.values for each in (self, ranks))
-        for name in [each for each in one if each in all_of]:
+        for name in [each for each in self.nodes if each in ranks.nodes]:
             placement = self._choice.strategies[name].output
             adds_up = isinstance(placement, Part) or (placement == PARTIAL and not backward)
             error = 0.0
-            for number, (right,) in one[name].items():
-                found = all_of[name].get(number, [0.0])  # no rank has a gradient
+            for number, (right,) in self.found[backward, name].items():
+                found = ranks.found[backward, name].get(number, [0.0])  # no rank has a gradient
                 for each in [sum(found)] if adds_up else found:
                     off = abs(each - right) / self.scales[backward, name, number]
                     error = max(error, off if math.isfinite(off) else math.inf)
@@ -150,26 +148,24 @@ class _InnerProducts:
             return
         is_part = isinstance(placement, Part)
 
-        def note(found: dict[str, Products], holders: Sequence[int], tensor: Tensor) -> None:
+        def note(backward: bool, holders: Sequence[int], tensor: Tensor) -> None:
             """holders: ranks whose parts are added up; none: all of the tensor counts once."""
             probe, whole = _probe(name, number, pieces.shape), rank is None
             parts = [
                 (take(pieces, each, tensor) if whole else tensor, take(pieces, each, probe))
                 for each in holders
             ]
-            products = found[name].setdefault(number, [0.0] * self._size)
+            products = self.found[backward, name].setdefault(number, [0.0] * self._size)
             products[rank or 0] = sum(_product(*each) for each in parts or [(tensor, probe)])
             if whole:
-                self.scales[found is self.gradients, name, number] = _scale(tensor)
+                self.scales[backward, name, number] = _scale(tensor)
 
         own = [rank] if is_part and rank is not None else []
         # several ranks may have an element
-        note(self.values, range(choice.num_ranks) if is_part and rank is None else own, value)
+        note(False, range(choice.num_ranks) if is_part and rank is None else own, value)
         if value.requires_grad:
             # of a piece of a split that nothing uses it is none
-            value.register_hook(
-                lambda gradient: note(self.gradients, own, gradient) if gradient is not None else None
-            )
+            value.register_hook(lambda gradient: note(True, own, gradient) if gradient is not None else None)
 
 
 def _probe(name: str, number: int, shape: Sequence[int]) -> Tensor:

@@ -130,10 +130,8 @@ class ChunkRun:
             loss_sum, weight = as_sum(returned, len(forward.samples))
             # a scale is of the mean over samples, of what has been summed in float32
             divisor = 1.0 if isinstance(returned, tuple) and not self._scale.is_used else float(batch_size)
-            root = loss_sum / divisor
-            root = root * self._scale.value if self._scale.is_used else root
             with SingleSamples() if self._aligns else nullcontext():
-                self.together.backward(root)
+                self.together.backward(loss_sum / divisor * self._scale.value)
         # attention draws only where it has dropout
         draws = any("attention" not in str(each) for each in operations)
         draws = draws or bool(start and generators_now(self._device) != start)

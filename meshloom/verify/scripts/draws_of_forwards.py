@@ -35,15 +35,6 @@ class ForwardNotes:
         module.register_forward_pre_hook(_before_noted)
         module.register_forward_hook(_after_noted, always_call=True)
 
-    def note(self, module: nn.Module, watch: CastWatch, drawn: bool) -> None:
-        """After a forward in training."""
-        self.draws |= drawn
-        self.lowered = sorted({*self.lowered, *(each.dtype for each in watch.casts)})
-        norms = [
-            name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS) and each.training
-        ]
-        self.batch_norms = sorted({*self.batch_norms, *norms})
-
 
 # Hooks are functions of this file, so that a file or a copy of a module has them, too. A copy is not watched.
 _WATCHED: Any = weakref.WeakKeyDictionary()  # module -> its notes, their precision, and forwards in progress
@@ -64,7 +55,14 @@ def _after_noted(module: nn.Module, *_: object) -> None:
         drawn, watch = inside.pop()
         watch.__exit__(None, None, None)
         if torch.is_grad_enabled():
-            notes.note(module, watch, drawn != generators_now(_device(module)))
+            norms = [
+                name
+                for name, each in module.named_modules()
+                if isinstance(each, _BATCH_NORMS) and each.training
+            ]
+            notes.draws |= drawn != generators_now(_device(module))
+            notes.lowered = sorted({*notes.lowered, *(each.dtype for each in watch.casts)})
+            notes.batch_norms = sorted({*notes.batch_norms, *norms})
 
 
 def no_draws_within(module: nn.Module) -> None:
