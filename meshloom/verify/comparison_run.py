@@ -33,7 +33,7 @@ from meshloom.verify.between_steps.checks import (
     compared_with,
 )
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.compared.compare import Comparer, Comparison, name_of, placed
+from meshloom.verify.compared.compare import Comparer, Comparison, name_of
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
@@ -129,11 +129,8 @@ class ComparisonRun:
         replace_value(self.reference, name, ours)
 
     def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
-        """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
-        found = first_wrong_module(self.reference, of_chunks, self.of_outputs)
-        if found is not None:
-            self._steps = placed(self._steps, found)
-        return found
+        """Then: the first module whose output differs; of `stage_outputs.py`."""
+        return first_wrong_module(self.reference, of_chunks, self.of_outputs)
 
     @property
     def of_outputs(self) -> float:

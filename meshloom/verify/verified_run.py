@@ -40,7 +40,7 @@ from meshloom.verify.between_steps.saving_again import (
     saved_into,
     saving_directory,
 )
-from meshloom.verify.compared.compare import first_differing, placed
+from meshloom.verify.compared.compare import first_differing
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report
 from meshloom.verify.lockstep_check import first_wrong_operator
@@ -140,12 +140,14 @@ class VerifiedRun:
             each for each in self.between if self.moment and not each.passed and "checkpoint" in each.what
         ]
         module = (wrong[0].first_module if wrong else None) or self.module
+        differing = first_differing(report.steps) if module else None
+        steps = [replace(step, first_module=module) if step is differing else step for step in report.steps]
         own = "as `meshloom train` prints it for this job and plan"
         other = "and training in the job's own precision may have another"
         ran = f"what ran has digest {self.digest}, {own if self.dtype is None else other}"
         return replace(
             report, devices=self.devices, owned=self.owned, operator=self.operator, moment=self.moment, digest=self.digest,
-            steps=placed(report.steps, module) if module else report.steps, notes=[*report.notes, *self.notes, ran], between=self.between
+            steps=steps, notes=[*report.notes, *self.notes, ran], between=self.between
         )  # fmt: skip
 
     @contextmanager
@@ -248,8 +250,8 @@ class VerifiedRun:
 def _place_of(
     trainer: Trainer, one: ComparisonRun | None, batch: Batch, dtype: torch.dtype | None
 ) -> tuple[str, str]:
-    """The operator, in a sentence, and its module, after the step of `batch`, which differs; on rank 0. "": none was looked for, or is wrong. The first
-    module is noted in the steps of `one`. All ranks call it."""
+    """The operator, in a sentence, and the first module, after the step of `batch`, which differs; on rank 0. "": none was looked for, or is wrong. All
+    ranks call it."""
     first = trainer.replicas[0]
     stages, device, job = first.engine.stages, first.context.device, first.job
 
@@ -261,14 +263,16 @@ def _place_of(
     values = trainer.together(values_again)[0] if runs_programs else None
     if one is None:
         return "", ""
-    module = one.place(values) if values is not None else None
+    module = (one.place(values) if values is not None else None) or ""
     wrong_step = first_differing(one.result().steps)
     followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
     if stages.division is None or not followed:
-        return "", ""
+        return "", module
     (batch_of_chunk,) = first_batches(job, 1, first.plan.largest_share(job.batch_size)[0])
     model = build_filled_model(job, device, dtype)
-    return first_wrong_operator(stages.division.first, model, to_device(batch_of_chunk, device, dtype))
+    example = to_device(batch_of_chunk, device, dtype)
+    operator, of_operator = first_wrong_operator(stages.division.first, model, example)
+    return operator, of_operator or module
 
 
 def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:

@@ -62,12 +62,6 @@ def first_differing(steps: Sequence[Comparison]) -> Comparison | None:
     return next((step for step in steps if not step.passed), None)
 
 
-def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
-    """The steps, of which the first that differs does so in `module` first."""
-    wrong = first_differing(steps)
-    return [replace(step, first_module=module) if step is wrong else step for step in steps]
-
-
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
