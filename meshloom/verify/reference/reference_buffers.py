@@ -38,13 +38,12 @@ class ReferenceBuffers:
 
     def snapshot(self, known: Mapping[str, Tensor] | None = None) -> Buffers:
         """Copies of the buffers. known: earlier copies, reused for buffers that did not change."""
-        found = {name: getattr(module, key) for name, (module, key) in self._places.items()}
-        known = known or {}
-        return {
-            name: known[name] if name in known and same(known[name], value) else value.detach().clone()
-            for name, value in found.items()
-            if value is not None
-        }
+        known, found = known or {}, Buffers()
+        for name, (module, key) in self._places.items():
+            if (value := getattr(module, key)) is not None:
+                kept = name in known and same(known[name], value)
+                found[name] = known[name] if kept else value.detach().clone()
+        return found
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Set the buffers to these values; a buffer of another shape is replaced by a new tensor."""

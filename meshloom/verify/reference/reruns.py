@@ -47,11 +47,7 @@ def rounding_effect(reference: Reference) -> tuple[dict[str, float], dict[str, f
         times = _OTHER_ORDERS if backwards else 1
         of_gradients = {name: times * moved for name, moved in _moved_from(reference, gradients).items()}
         buffers = {name: each for name, each in reference.model.named_buffers() if name in changed}
-        return of_gradients, {
-            name: rerun_distance(each, changed[name])
-            for name, each in buffers.items()
-            if each.shape == changed[name].shape
-        }
+        return of_gradients, {name: rerun_distance(each, changed[name]) for name, each in buffers.items()}
 
 
 def outputs_effect(reference: Reference, times: int = 1) -> dict[str, float]:
