@@ -13,7 +13,7 @@ from rich.table import Table
 from meshloom.core.units import format_count
 from meshloom.replica.model_state import shown_names
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.compared.compare import Comparison, first_differing
+from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
@@ -62,7 +62,7 @@ class Report:
     @property
     def first_wrong(self) -> Comparison | None:
         """The first step that differs."""
-        return first_differing(self.steps)
+        return next((step for step in self.steps if not step.passed), None)
 
     def worst(self, rows: int = ROWS) -> list[TensorError]:
         """The largest errors relative to their tolerance, one per name and kind: of the first step that

@@ -40,7 +40,6 @@ from meshloom.verify.between_steps.saving_again import (
     saved_into,
     saving_directory,
 )
-from meshloom.verify.compared.compare import first_differing
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report
 from meshloom.verify.lockstep_check import first_wrong_operator
@@ -140,8 +139,8 @@ class VerifiedRun:
             each for each in self.between if self.moment and not each.passed and "checkpoint" in each.what
         ]
         module = (wrong[0].first_module if wrong else None) or self.module
-        differing = first_differing(report.steps) if module else None
-        steps = [replace(step, first_module=module) if step is differing else step for step in report.steps]
+        wrong_step = report.first_wrong if module else None
+        steps = [replace(each, first_module=module) if each is wrong_step else each for each in report.steps]
         own = "as `meshloom train` prints it for this job and plan"
         other = "and training in the job's own precision may have another"
         ran = f"what ran has digest {self.digest}, {own if self.dtype is None else other}"
@@ -264,7 +263,7 @@ def _place_of(
     if one is None:
         return "", ""
     module = (one.place(values) if values is not None else None) or ""
-    wrong_step = first_differing(one.result().steps)
+    wrong_step = one.result().first_wrong
     followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
     if stages.division is None or not followed:
         return "", module

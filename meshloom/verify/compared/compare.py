@@ -57,11 +57,6 @@ class Comparison:
         return [error.name for error in self.errors if error.kind == kind and not error.passed]
 
 
-def first_differing(steps: Sequence[Comparison]) -> Comparison | None:
-    """The first step that differs."""
-    return next((step for step in steps if not step.passed), None)
-
-
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
