@@ -150,12 +150,10 @@ class ChunkRun:
             found = replace(found, loss_sum=0.0, weight=0.0, draws=False, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
-        """The batch of a chunk. place: the step and the chunk, or what else its draws are seeded by."""
+        """The batch of a chunk, whose samples stay as they are: chunks are collated more than once. place: the step, or the number of an evaluation's
+        batch, and the chunk."""
         with preserved_draws():
             seed_everything(derive(self._job.seed, "collate", *place))
-            return collated(self._job, samples)
-
-
-def collated(job: Job, samples: Sequence[Any]) -> Any:
-    """The batch of these samples, which stay as they are: chunks are collated more than once."""
-    return default_collate(list(samples)) if job.collate is None else job.collate(copied_samples(samples))
+            if self._job.collate is None:
+                return default_collate(list(samples))
+            return self._job.collate(copied_samples(samples))

@@ -22,7 +22,6 @@ from meshloom.core.random import (
     sample_seed,
     seed_everything,
 )
-from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
@@ -42,10 +41,8 @@ def evaluate(reference: Reference, updates: int, batches: int | None = None) -> 
     found: dict[str, list[Any]] = {name: [] for name in metrics}
     with _evaluating(reference) as (dataset, before):
         for batch, chunk, samples in _chunks(reference, dataset, batches):
-            seed_everything(derive(job.seed, "collate", batch, chunk))
-            data = convert(
-                collated(job, samples), reference.device, reference.dtype or reference.updated.dtype
-            )
+            collated = reference.chunk_run.collate(samples, batch, chunk)
+            data = convert(collated, reference.device, reference.dtype or reference.updated.dtype)
             for name, metric in metrics.items():
                 value = _returned(reference, batch, chunk, data, metric, updates)
                 found[name].append(value if isinstance(metric, Metric) else _sum(value, len(samples)))
