@@ -34,11 +34,7 @@ class Observer(Protocol):
     """Observes the steps of a replica on this rank, for verification: it adds to them, and takes the place of nothing."""
 
     def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[None]:
-        """Context around a chunk's forward and backward."""
-        ...
-
-    def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """After a chunk's forward and backward."""
+        """Context around a chunk's forward on its last stage and, where that is the only one, its backward."""
         ...
 
     def computed(self, gradients: Any) -> None:
@@ -126,11 +122,6 @@ class ChunkScope:
             yield metric
         finally:
             state.end()
-
-    def done(self, chunk: Chunk, weight: torch.Tensor | float, loss_sum: torch.Tensor) -> None:
-        """After a chunk, once its loss is known."""
-        if self.observer:
-            self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
 
     @property
     def ends_chunks(self) -> bool:

@@ -145,8 +145,7 @@ class Engine:
         last = len(chunks) - 1 if self.plan.pp == 1 and not units else None
 
         def finish(microbatch: int, returned: Any) -> Tensor:
-            root, loss, weight = sums.add(returned, chunks[microbatch])
-            self._scope.done(chunks[microbatch], weight, loss)
+            root = sums.add(returned, chunks[microbatch])
             if microbatch == last:
                 self.start(sums)  # they travel beside its backward
             return root

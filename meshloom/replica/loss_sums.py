@@ -95,9 +95,8 @@ class LossSums:
         self._global: Callable[[], Tensor] | None = None
         self._of_own: Callable[[], Tensor] | None = None
 
-    def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Add what the loss returned for a chunk; returns the root of its backward, the loss sum and its
-        weight.
+    def add(self, returned: Any, chunk: Chunk) -> Tensor:
+        """Add what the loss returned for a chunk; returns the root of its backward.
 
         For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
         dividing the gradients. A scale is that of the mean, as far as it is known: of a sum it would be too large.
@@ -114,8 +113,8 @@ class LossSums:
         of_weights.add_(weight)
         counts.add_(self._one[is_mean])
         if self.scale is not None:
-            return loss / chunk.batch * self.scale.scale, loss, weight
-        return (loss / chunk.batch if is_mean else loss), loss, weight
+            return loss / chunk.batch * self.scale.scale
+        return loss / chunk.batch if is_mean else loss
 
     def close(self) -> None:
         """End this rank's chunks. What it asks, and its rates, travel with the sums, so that all ranks know of them after the

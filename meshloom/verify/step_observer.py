@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -27,12 +26,7 @@ from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
-from meshloom.verify.reference.step_records import (
-    ChunkRecord,
-    ModuleOutput,
-    StepRecord,
-    settings_of,
-)
+from meshloom.verify.reference.step_records import ChunkRecord, StepRecord, settings_of
 
 
 class StepObserver:
@@ -43,9 +37,8 @@ class StepObserver:
         self._replica, self._comparison, self._alone = replica, comparison, alone
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)
-        self._chunks: list[ChunkRecord] = []
+        self._chunks: dict[int, ChunkRecord] = {}  # once their contexts are left
         self._computed: list[ChunkRecord] = []  # in the first half of the step
-        self._outputs: dict[int, tuple[ModuleOutput, ...]] = {}  # by chunk, once its context is left
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -59,23 +52,16 @@ class StepObserver:
         """Wraps a chunk's forward and, where its stage is the only one, its backward."""
         self._modules.start()
         yield
-        self._outputs[chunk.index] = self._modules.stop()
-
-    def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """Record the chunk, whose backward is still to come."""
-        self._chunks.append(
-            ChunkRecord(
-                index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum,
-                data=digest_values(chunk.data), modules=()
-            )
-        )  # fmt: skip
+        data, modules = digest_values(chunk.data), self._modules.stop()
+        self._chunks[chunk.index] = ChunkRecord(
+            index=chunk.index, samples=chunk.samples, data=data, modules=modules
+        )
 
     def computed(self, gradients: Gradients) -> None:
         """Compare the averaged gradients."""
         if self._alone:
             trim()
-        self._computed = [replace(each, modules=self._outputs.pop(each.index, ())) for each in self._chunks]
-        self._chunks, self._outputs = [], {}
+        self._computed, self._chunks = [*self._chunks.values()], {}
         self._replica.context.activity.enter("comparing", gradients.step)
         self._tell("begin")
         each_gradient(self._replica, gradients, partial(self._tell, "add_gradient"))
@@ -83,7 +69,7 @@ class StepObserver:
 
     def updated(self, result: StepResult) -> None:
         """Compare the state, and the rest of the step."""
-        self._chunks = []  # those of further evaluations, which LBFGS makes
+        self._chunks = {}  # those of further evaluations, which LBFGS makes
         self._replica.context.activity.enter("comparing", result.step)
         each_of_state(self._replica, partial(self._tell, "add_state"))
         self._tell("average")  # whether there are averages is not for the plan to say

@@ -54,16 +54,16 @@ class ChunkRecord:
     """One microbatch of one replica. Empty chunks have no samples, no draws and no modules.
 
     index: replica * microbatches + number of the microbatch.
-    loss_sum, weight: the mean loss is their quotient.
     data: digest of the batch passed to the loss.
     modules: outputs of all modules, in order of execution.
-    draws, logged: of one device, whether it draws random numbers, and what the loss logs.
+    loss_sum, weight, draws, logged: of one device, whose mean loss is the quotient of the first two; whether it draws random numbers, and what the
+    loss logs.
     """
 
     index: int
     samples: int
-    weight: float
-    loss_sum: float
+    weight: float = 0.0
+    loss_sum: float = 0.0
     data: str = ""
     draws: bool = False
     modules: tuple[ModuleOutput, ...] = ()
