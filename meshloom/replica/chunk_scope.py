@@ -33,7 +33,7 @@ _INDUCTOR = "torch._inductor.config"
 class Observer(Protocol):
     """Observes the steps of a replica on this rank, for verification: it adds to them, and takes the place of nothing."""
 
-    def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[None]:
+    def watch(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Context around a chunk's forward on its last stage and, where that is the only one, its backward."""
         ...
 
@@ -172,4 +172,4 @@ class ChunkScope:
             config.fallback_random = True
         around.enter_context(moment.entered())
         if observer:
-            around.enter_context(observer.watch(chunk, self._model))
+            around.enter_context(observer.watch(chunk))

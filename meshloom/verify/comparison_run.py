@@ -38,7 +38,7 @@ from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.findings import Report
-from meshloom.verify.reference.float64_blocks import subsample
+from meshloom.verify.reference.float64_blocks import Subsampled, subsample
 from meshloom.verify.reference.reference import Reference, changed_buffers, replace_value
 from meshloom.verify.reference.reference_optimizers import needs_closure
 from meshloom.verify.reference.reruns import (
@@ -84,7 +84,7 @@ class ComparisonRun:
         self._differing: DifferingTensor | None = None  # the first
         self._whole: WholeBatch | None = None
         self._averages: list[TensorError] = []  # in this step
-        self._previous: StepRecord | None = None  # one device's
+        self._before: Subsampled = {}  # one device's gradients of the step before
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._buffer_effects: Mapping[str, float] = {}
         self._updates: Mapping[str, float] = {}  # tolerances of the newest
@@ -158,10 +158,9 @@ class ComparisonRun:
         reference, comparer = self.reference, self._comparer
         if self.agrees() and (wrong := self._wrong["gradient"]):
             failed = [each for each in self._gradient_errors() if not (each.passed or each.noise)]
-            before = self._previous.gradients if self._previous else {}
             if len(failed) == len(wrong):
                 chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
-                self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
+                self._explained = of_gradients(wrong, reference.plan, chunks, self._before, alike)
         self._reference_record = reference.update()
         comparer.note(self._reference_record.casts)
         buffers = dict(reference.model.named_buffers())
@@ -257,7 +256,7 @@ class ComparisonRun:
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)
-        self._previous = self._reference_record
+        self._before = self._reference_record.gradients
 
     def _factor_behind_gradients(self, comparison: Comparison, norm: float | None) -> str:
         """Of what differs although gradients agree. norm: the plan's."""

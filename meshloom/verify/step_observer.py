@@ -13,7 +13,6 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshloom.comm.objects import gather_objects
 from meshloom.core.plan import Plan
@@ -48,7 +47,7 @@ class StepObserver:
             yield
 
     @contextmanager
-    def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[None]:
+    def watch(self, chunk: Chunk) -> Iterator[None]:
         """Wraps a chunk's forward and, where its stage is the only one, its backward."""
         self._modules.start()
         yield
