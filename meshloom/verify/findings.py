@@ -139,15 +139,11 @@ def _errors(report: Report) -> Table:
 
 def lines_of(report: Report) -> list[str]:
     """The verdict in its two halves, its reasons, and what was compared besides steps: a line each, the verdict first."""
-    first, *others = _verdict_lines(report)
-    return [f"{first}; on the whole batch: {whole_sentence(report)}", *others, *_notes_of(report)]
-
-
-def _verdict_lines(report: Report) -> list[str]:
-    """What differs comes before what is equal."""
     parts = [(report.first_wrong is None, _step_lines(report))]
     parts += [(each.passed, _between_lines(each)) for each in report.between]
-    return [line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines]
+    # what differs comes before what is equal
+    first, *others = (line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines)
+    return [f"{first}; on the whole batch: {whole_sentence(report)}", *others, *_notes_of(report)]
 
 
 def _step_lines(report: Report) -> list[str]:

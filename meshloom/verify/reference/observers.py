@@ -183,9 +183,10 @@ class CastWatch(TorchDispatchMode):
 
     def _note(self, dtype: torch.dtype) -> None:
         place = self._optimizer or (self._modules.place if self._modules else "")
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         cast = Cast(
             place=place, dtype=str(dtype).removeprefix("torch."), in_optimizer=self._optimizer is not None,
-            in_gradients=self._in_loss and _is_in_backward()
+            in_gradients=self._in_loss and in_backward
         )  # fmt: skip
         self._seen.setdefault(cast)
 
@@ -204,10 +205,6 @@ class SingleSamples(TorchDispatchMode):
 
 def _is_single(gradient: Tensor, x: Tensor) -> bool:
     return x.device.type == "cpu" and x.ndim > 3 and len(x) == 1 and gradient.stride() != x.stride()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _precisions(values: Any) -> list[torch.dtype]:
