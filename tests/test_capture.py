@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import check_against_eager
 from jobs import MODELS, make_job
 from program_jobs import OWN, TRANSFORMERS, Loss, Model, batches_of, job_of
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import CaptureError
 from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.program.capture.capture import capture, capture_module
-from meshloom.program.capture.check import check_against_eager, check_against_module
+from meshloom.program.capture.check import check_against_module
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_program

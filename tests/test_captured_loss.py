@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import described
 from jobs import make_job
 from processes import on_ranks
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ def test_all_ranks_have_the_program_that_rank_0_read(size: int):
     programs = [CapturedLoss(job) for _ in range(size)]
     found = read(programs, batches())
     assert len({id(each) for each in found}) == size and len({each.digest() for each in found}) == 1
-    assert found[-1].describe() == CapturedLoss(job).capture(batches()).describe()
+    assert described(found[-1]) == described(CapturedLoss(job).capture(batches()))
     model, batch = job.model(), batches()[0]
     values = [
         run_program(each, dict(model.named_parameters()), dict(model.named_buffers()), batch)
@@ -194,7 +195,7 @@ def read_on_a_rank() -> tuple[str, str, str]:
     program = CapturedLoss(make_job("mlp", "sgd")).capture_together(group, [given or []])
     with pytest.raises(CaptureError) as caught:
         CapturedLoss(job_of(adds_to_gradients)).capture_together(group, [given or []])
-    return program.describe(), program.digest(), str(caught.value)
+    return described(program), program.digest(), str(caught.value)
 
 
 @pytest.mark.processes
@@ -202,7 +203,7 @@ def test_processes_have_the_program_that_rank_0_read():
     found = on_ranks(read_on_a_rank, 2)
     assert found[0] == found[1]
     program = CapturedLoss(make_job("mlp", "sgd")).capture(batches())
-    assert found[0][:2] == (program.describe(), program.digest())
+    assert found[0][:2] == (described(program), program.digest())
     assert "adds to the gradient of" in found[0][2]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured import check_against_eager
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
-from meshloom.program.capture.check import check_against_eager
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured import check_against_eager
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
 from meshloom.parameters.unfilled_model import comparable
-from meshloom.program.capture.check import check_against_eager, check_against_module
+from meshloom.program.capture.check import check_against_module
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.trace.precision import build_model

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import described
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
@@ -54,7 +55,7 @@ def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)
     (batch,) = first_batches(job, 1, job.batch_size)
     folded, unfolded = both_readings(monkeypatch, job, batch)
-    assert folded.describe() == unfolded.describe()
+    assert described(folded) == described(unfolded)
     assert folded.digest() == unfolded.digest()
 
 
@@ -226,7 +227,7 @@ def tied(stack: Stack) -> Stack:
 def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     make, names = FOLDED[name]
     folded, unfolded = both_readings(monkeypatch, job_of(make), torch.ones(4, 6))
-    assert folded.describe() == unfolded.describe()
+    assert described(folded) == described(unfolded)
     assert folded.digest() == unfolded.digest()
     assert counted == names
 

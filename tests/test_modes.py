@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import check_against_eager
 from torch import Tensor, nn
 
 from meshloom.core.errors import TrainingError
@@ -20,7 +21,6 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.moments.modes import Modes, as_trained
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.program.capture.capture import capture
-from meshloom.program.capture.check import check_against_eager
 from meshloom.program.trace.precision import build_model
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import described
 from jobs import make_job
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -47,7 +48,7 @@ def test_text_of_a_small_program():
         lambda model, batch: (model(batch["x"]).sum(), 4),
         ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}),
     )
-    assert program.describe().splitlines() == [
+    assert described(program).splitlines() == [
         "parameter first.weight: float32[2, 3], also again.weight",
         "parameter first.bias: float32[2], also again.bias",
         "buffer steps: int64[]",

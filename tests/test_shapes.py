@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from captured import described
 from program_jobs import OWN, batches_of, job_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -30,9 +31,9 @@ COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrise
 @pytest.mark.parametrize("name", [name if name in COVERING_OWN else slow(name) for name in OWN])
 def test_text_is_that_of_the_program_read_from_batches(name: str):
     job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
-    text = capture(job, (batches[0], batches[1])).describe()
+    text = described(capture(job, (batches[0], batches[1])))
     program = capture_shapes(job, batches[0])
-    assert program.by_shapes and program.describe() == text
+    assert program.by_shapes and described(program) == text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -42,13 +43,13 @@ def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     data = job.data()
     batches = [default_collate([data[each] for each in part]) for part in (range(3), range(3, 6))]
     try:
-        text = capture(job, (batches[0], batches[1])).describe()
+        text = described(capture(job, (batches[0], batches[1])))
     except CaptureError:
         # for the same reason, which has nothing to do with values
         with pytest.raises(CaptureError, match="Plans with dp and zero alone"):
             capture_shapes(job, batches[0])
     else:
-        assert capture_shapes(job, batches[0]).describe() == text
+        assert described(capture_shapes(job, batches[0])) == text
 
 
 @pytest.mark.parametrize(("training", "dtype"), [(True, torch.float64), (False, torch.bfloat16)])
@@ -56,8 +57,8 @@ def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
     job, batches = job_of(*OWN["in_place"][:2]), batches_of(OWN["in_place"])
     by_shapes = capture_shapes(job, batches[0], training=training, dtype=dtype)
     program = capture(job, (batches[0], batches[1]), training=training, dtype=dtype)
-    assert (by_shapes.describe(), by_shapes.training, by_shapes.precision) == (
-        program.describe(),
+    assert (described(by_shapes), by_shapes.training, by_shapes.precision) == (
+        described(program),
         training,
         dtype,
     )
@@ -98,8 +99,8 @@ def test_a_device_that_is_not_there(name: str):
     job, batch = job_of(*model[:2]), batches_of(model)[0]
     program, here = capture_shapes(job, batch, device="cuda:0"), capture_shapes(job, batch)
     assert (program.device, here.device) == (torch.device("cuda:0"), torch.device("cpu"))
-    assert program.describe().replace("cuda:0", "cpu") == here.describe()
-    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (
+    assert described(program).replace("cuda:0", "cpu") == described(here)
+    assert "cuda" not in described(here) and ("device=cuda:0" in described(program)) == (
         name in ("recurrent", "placed")
     )
     assert program.digest() != here.digest()
@@ -165,7 +166,7 @@ def test_constructors_may_look_at_values():
     program = capture_shapes(job_of(Large), batch)
     assert program.parameters["embed.weight"].aliases == ("head.weight",)
     assert any(node.operator == "dropout" and node.args[1] == pytest.approx(0.2) for node in program.nodes)
-    assert program.describe() == capture(job_of(Large), (batch, other)).describe()
+    assert described(program) == described(capture(job_of(Large), (batch, other)))
 
 
 class Looks(nn.Module):
@@ -184,7 +185,7 @@ class Looks(nn.Module):
 
 def test_what_a_constructor_reads_of_large_tensors_is_one_devices():
     job, batch = job_of(Looks), {"x": torch.ones(2, 100)}
-    assert capture_shapes(job, batch).describe() == capture(job, (batch, batch)).describe()
+    assert described(capture_shapes(job, batch)) == described(capture(job, (batch, batch)))
 
 
 def test_what_a_program_would_freeze_is_refused():
@@ -210,11 +211,11 @@ def test_what_a_program_would_freeze_is_refused():
 def test_threads_read_one_after_another():
     def work(number: int) -> str:
         job = job_of(lambda: nn.Linear(3, 2))
-        return (
+        return described(
             capture_shapes(job, {"x": torch.ones(4, 3)})
             if number % 2
             else capture(job, ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}))
-        ).describe()
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(work, range(4)))) == 1

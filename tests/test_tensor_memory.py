@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from captured import check_against_eager
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.jobfile import load_job
-from meshloom.program.capture.check import check_against_eager
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from captured import described
 from program_jobs import OWN, TRANSFORMERS, Model, batches_of, job_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -58,7 +59,7 @@ FIELDS = (
 
 
 def same(one: Program, other: Program) -> None:
-    assert one.describe() == other.describe() and one.digest() == other.digest()
+    assert described(one) == described(other) and one.digest() == other.digest()
     for name in FIELDS:
         assert getattr(one, name) == getattr(other, name), name
     assert list(one.constants) == list(other.constants)
@@ -111,7 +112,7 @@ def test_a_program_by_shapes_travels_too():
         and received.device == torch.device("cuda:0")
         and received.precision == torch.float64
     )
-    assert received.describe() == program.describe() and received.digest() == program.digest()
+    assert described(received) == described(program) and received.digest() == program.digest()
 
 
 def small_program(**changes: Any) -> Program:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CODE_ERRORS, CaptureError
-from meshloom.core.job import Job, LossFunction
+from meshloom.core.job import LossFunction
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.moments.leaf_draws import leaves_in
@@ -29,7 +29,7 @@ from meshloom.program.opaque.bound import bound
 from meshloom.program.opaque.operator import trained_writes
 from meshloom.program.run.batch_norms import AlignedGradients, has_single_samples
 from meshloom.program.run.execute import run_program
-from meshloom.program.trace.precision import build_model, default_precision, in_precision
+from meshloom.program.trace.precision import default_precision, in_precision
 from meshloom.program.trace.repeated_export import one_thread
 
 # The same operators run in the same order; only the order in which gradients of one tensor add up may differ.
@@ -61,19 +61,6 @@ class _Ran:
     outputs: list[Any]
     gradients: dict[str, Sketch]
     buffers: dict[str, Tensor]
-
-
-def check_against_eager(
-    program: Program, job: Job, batches: Sequence[Any], *, tolerance: float | None = None
-) -> Difference:
-    """Run the program and the job's own model on each of `batches`. Raises `CaptureError` where they differ,
-    naming the first module that does.
-
-    The model is in the precision of the capture. tolerance: as in `check_against_module`.
-    """
-    with one_thread():
-        model = build_model(job, program.precision, training=program.training, beside=batches[0])
-        return check_against_module(program, model, job.loss, batches, tolerance=tolerance)
 
 
 def check_against_module(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from meshloom.program.ir.contexts import Context
-from meshloom.program.ir.nodes import Input, Node, Ref, Variable, operator_name
+from meshloom.program.ir.nodes import Input, Node, Ref, Variable
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts, strides_of
 from meshloom.program.ir.step_input import STEP
 
@@ -103,39 +103,3 @@ class Program:
             for part in () if self.by_shapes else dense_parts(constant):
                 digest.update(bits_of(part).numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    def describe(self) -> str:
-        """The program as text: its variables, and one line per node."""
-        lines = [
-            f"parameter {name}: {each.meta}{_also(each.aliases)}" for name, each in self.parameters.items()
-        ]
-        lines += [f"buffer {name}: {each.meta}{_also(each.aliases)}" for name, each in self.buffers.items()]
-        lines += [
-            f"constant {name}: {str(each.dtype).removeprefix('torch.')}{list(each.shape)}"
-            for name, each in self.constants.items()
-        ]
-        lines += [f"input {each.name}: {each.meta}" for each in self.inputs]
-        names = {each.value: name for name, each in (*self.parameters.items(), *self.buffers.items())}
-        names |= {each.value: each.name for each in self.inputs}
-        for node in self.nodes:
-            operands = [_text(each, names) for each in node.args]
-            operands += [f"{key}={_text(each, names)}" for key, each in node.kwargs.items()]
-            outputs = ", ".join(map(str, node.outputs)) or "number"
-            notes = [node.path, str(node.context), f"draw {node.draw}" if node.draw is not None else ""]
-            call = f"{node.name} = {node.operator}({', '.join(operands)}) -> {outputs}"
-            lines.append(f"{call}  # {'; '.join(filter(None, notes))}".rstrip("# "))
-        lines += [f"update {name} = {each}" for name, each in self.updates.items()]
-        lines += [f"updated while running: {name}" for name in sorted(self.in_place)]
-        return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])
-
-
-def _also(aliases: tuple[str, ...]) -> str:
-    return f", also {', '.join(aliases)}" if aliases else ""
-
-
-def _text(value: Any, names: Mapping[str, str]) -> str:
-    if isinstance(value, Ref):
-        return names.get(value.name, value.name)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_text(each, names) for each in value)}]"
-    return operator_name(value) if hasattr(value, "_schema") else str(value)
