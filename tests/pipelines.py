@@ -162,7 +162,7 @@ def _run_rank(
     watch = _Watch(runs, peaks, group.rank, listener)
     crossings = [[crossing for stage in each for crossing in stage.incoming] for each in stages]
     PipelineRun(schedule, group, runs, crossings, torch.device("cpu")).run([watch])
-    assert all(run.num_alive == 0 for run in runs.values()), "activations are left"
+    assert not any(run._live for run in runs.values()), "activations are left"
 
 
 class _Watch:
@@ -176,9 +176,9 @@ class _Watch:
             self._listener.began(action)
 
     def ended(self, action: Any) -> None:
-        self._peaks[self._rank] = max(
-            self._peaks[self._rank], sum(run.num_forward for run in self._runs.values())
-        )
+        live = [each for run in self._runs.values() for each in run._live.values()]
+        has_run = [each.root is not None or bool(each.edges or each.weights) for each in live]
+        self._peaks[self._rank] = max(self._peaks[self._rank], sum(has_run))
         if self._listener:
             self._listener.ended(action)
 

@@ -180,7 +180,7 @@ def test_equal_numbers_give_equal_schedules_in_every_process():
 def cost(seconds: float, state: int, kept: int) -> StageCost:
     return StageCost(
         forward_seconds=seconds, backward_seconds=2 * seconds, later_seconds=seconds, parameters=1, parameter_bytes=4, state_bytes=state, kept_bytes=kept,
-        received_bytes=0, returned_bytes=0, sent_bytes=8, handed_back_bytes=8, module="", last_module="",
+        returned_bytes=0, sent_bytes=8, handed_back_bytes=8, module="", last_module="",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def stage(
 ) -> StageCost:
     return StageCost(
         module="", last_module="", forward_seconds=forward, backward_seconds=backward, later_seconds=later, parameters=0, parameter_bytes=0,
-        state_bytes=0, kept_bytes=0, sent_bytes=sent, returned_bytes=0, received_bytes=0, handed_back_bytes=handed_back,
+        state_bytes=0, kept_bytes=0, sent_bytes=sent, returned_bytes=0, handed_back_bytes=handed_back,
     )  # fmt: skip
 
 

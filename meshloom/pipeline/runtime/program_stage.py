@@ -37,7 +37,6 @@ class _Activations:
         self.edges: dict[str, Any] = {}  # output -> its gradient edge
         self.gradients: dict[str, Tensor] = {}  # sum of those received so far
         self.root: Tensor | None = None
-        self.is_forward = False
         self.weights: Sequence[Callable[[], None]] = ()  # computations of gradients that are left
 
 
@@ -84,16 +83,6 @@ class ProgramStage(StageRun):
         self._batch, self._finish, self._group, self._around = batch, finish, group, around
         self._live: dict[int, _Activations] = {}
 
-    @property
-    def num_alive(self) -> int:
-        """Microbatches whose activations are held."""
-        return len(self._live)
-
-    @property
-    def num_forward(self) -> int:
-        """Those of them whose forward is done."""
-        return sum(live.is_forward for live in self._live.values())
-
     def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Activations())
         requires_grad = {each.value: each.meta.requires_grad for each in stage.incoming}
@@ -105,7 +94,6 @@ class ProgramStage(StageRun):
         with self._around(microbatch) if self._around else nullcontext():
             values = self.rerun(microbatch)
         outputs: dict[str, Tensor] = dict(zip(self._sent[microbatch], values, strict=False))
-        live.is_forward = True
         # without gradients, as in evaluations, a parameter that is sent is a leaf
         live.edges = {
             name: _autograd.graph.get_gradient_edge(value)
@@ -172,7 +160,7 @@ class ProgramStage(StageRun):
         finally:
             self._deferred.collecting = False
         left = self._live[microbatch] = _Activations()
-        left.weights, left.is_forward = self._deferred.take(), True
+        left.weights = self._deferred.take()
         return gradients
 
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:

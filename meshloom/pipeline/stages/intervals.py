@@ -34,7 +34,7 @@ class StageCost:
     state_bytes: with gradients and optimizer state, and buffers. What several stages use counts in each.
     kept_bytes: activations held from forward to backward, including received values.
     sent_bytes: outgoing values, each once. returned_bytes: their gradients, which come back.
-    received_bytes: incoming values. handed_back_bytes: their gradients, which are sent back.
+    handed_back_bytes: gradients of incoming values, which are sent back.
     """
 
     module: str
@@ -48,7 +48,6 @@ class StageCost:
     kept_bytes: int
     sent_bytes: int
     returned_bytes: int
-    received_bytes: int
     handed_back_bytes: int
 
     @property
@@ -73,7 +72,6 @@ class Row:
     moved_bytes: numpy.ndarray
     state_bytes: numpy.ndarray
     kept_bytes: numpy.ndarray
-    received: numpy.ndarray
     handed_back: numpy.ndarray
     sent: numpy.ndarray
     returned: numpy.ndarray
@@ -148,7 +146,6 @@ class Intervals:
             moved_bytes=moved,
             state_bytes=self._state.until(end, first),
             kept_bytes=self._kept.until(end, first) + received,
-            received=received,
             handed_back=handed_back,
             sent=sent,
             returned=returned,
@@ -170,7 +167,6 @@ class Intervals:
             kept_bytes=round(row.kept_bytes[0]),
             sent_bytes=round(row.sent[0]),
             returned_bytes=round(row.returned[0]),
-            received_bytes=round(row.received[0]),
             handed_back_bytes=round(row.handed_back[0]),
         )
 

@@ -23,8 +23,6 @@ from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.program.ir.program import Program
 
-PHASES = ("forward", "backward", "update")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:

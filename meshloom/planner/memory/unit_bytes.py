@@ -33,14 +33,6 @@ class UnitBytes:
     full: int
     full_trainable: int
 
-    def held_parameters(self, dp: int) -> int:
-        """Bytes of parameters on one of `dp` ranks."""
-        return -(-self.parameters // dp) + self.full
-
-    def held_gradients(self, dp: int) -> int:
-        """Bytes of gradients, likewise: of two units while one is added up and one is computed."""
-        return -(-self.trainable // dp) + self.full_trainable
-
     def sent(self, dp: int, microbatches: int) -> int:
         """Bytes that a rank hands over in a step: every unit is gathered for the forward and the backward of
         each chunk, the rest once, and gradients are added up in each chunk."""
@@ -54,8 +46,8 @@ def unit_bytes(parameters: Mapping[str, Described], large_bytes: int) -> UnitByt
     >>> from types import SimpleNamespace as P
     >>> shapes = {f"blocks.{number}.weight": P(shape=(4, 5), num_bytes=80, requires_grad=True) for number in range(6)}
     >>> found = unit_bytes({**shapes, "head.weight": P(shape=(2, 5), num_bytes=40, requires_grad=True)}, 1000)
-    >>> found.parameters, found.rest, found.full, found.held_parameters(2)
-    (520, 40, 200, 460)
+    >>> found.parameters, found.rest, found.full
+    (520, 40, 200)
     """
     blocks = _repeated(parameters)
     large = Counter[str]()

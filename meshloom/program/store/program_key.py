@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshloom.core.job import LossFunction
-from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 
 # Name, shape and dtype of each tensor of a batch; then name and text of other values that a program is for.
@@ -13,21 +12,11 @@ Shapes = tuple[tuple[str, tuple[int, ...], str] | tuple[str, str | None], ...]
 
 
 class ProgramKey(NamedTuple):
-    """The program of a loss or metric, for training or evaluation, for batches of these shapes.
-
-    >>> import torch
-    >>> ProgramKey.of_tensors(len, {"x": torch.ones(2, 3)}, training=True).shapes
-    (('x', (2, 3), 'torch.float32'),)
-    """
+    """The program of a loss or metric, for training or evaluation, for batches of these shapes."""
 
     function: LossFunction
     training: bool
     shapes: Shapes
-
-    @staticmethod
-    def of_tensors(function: LossFunction, batch: Any, *, training: bool) -> ProgramKey:
-        """The key for a batch's tensors; its other values are ignored."""
-        return ProgramKey(function, training, leaves_of(batch).shapes)
 
     @staticmethod
     def of_program(function: LossFunction, program: Program) -> ProgramKey:
