@@ -84,7 +84,7 @@ def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Tol
     weights = checkpoint.stored_weights()
     for name in checkpoint.meta["fingerprint"]:
         if name not in weights.entries:
-            raise _absent(checkpoint, name)
+            raise CheckpointError(f"{checkpoint.path} has no tensor {name}, of which its {META} speaks.")
     of = len(weights.entries) + len(keys)
     for number, name in enumerate(weights.entries):
         told(number, of)
@@ -93,10 +93,6 @@ def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Tol
         told(len(weights.entries) + number, of)
         loader.state(key, checkpoint.shape(key), partial(checkpoint.read, key))
     loader.finish()
-
-
-def _absent(checkpoint: Checkpoint, what: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.path} has no tensor {what}, of which its {META} speaks.")
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

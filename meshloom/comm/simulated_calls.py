@@ -147,7 +147,7 @@ class WritingWork(Work):
 
     def __init__(self, work: Work, outputs: Sequence[Tensor], others: list[WritingWork]) -> None:
         self._work, self._others = work, others
-        self._spans = [_span(each) for each in outputs]
+        self._spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in outputs]  # contiguous
         self._outputs = [weakref.ref(each) for each in outputs]
         others.append(self)
 
@@ -165,11 +165,6 @@ class WritingWork(Work):
 
     def is_finished(self) -> bool:
         return self._work.is_finished()
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of its memory, which is contiguous."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:

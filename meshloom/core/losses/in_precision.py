@@ -30,7 +30,7 @@ def in_precision(job: Job, plan: Plan) -> Job:
     True
     """
     name = PRECISIONS[plan.precision].autocast
-    if not name or _is_under_autocast(job.loss):
+    if not name or (isinstance(job.loss, partial) and job.loss.func is _under_autocast):
         return job
     dtype: torch.dtype = getattr(torch, name)
     if job.evaluate:
@@ -55,10 +55,6 @@ def _under_autocast(loss: LossFunction, dtype: torch.dtype, model: Any, batch: A
 
 # what torch says where a kernel is missing: its own, and oneDNN's
 _NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "could not create a primitive")
-
-
-def _is_under_autocast(loss: LossFunction) -> bool:
-    return isinstance(loss, partial) and loss.func is _under_autocast
 
 
 def _device_type(model: nn.Module, batch: Any) -> str:

@@ -59,7 +59,7 @@ class StateOnHost(OffloadedState):
             self._take_twins(optimizer)
         self._windows = all_windows(optimizers, in_windows, WINDOW_BYTES)
         sizes = [
-            _bytes_of(self._parameters(optimizer, window))
+            sum(round_up(each.nbytes, ALIGNMENT) for each in self._parameters(optimizer, window))
             for optimizer in optimizers
             for window in self._windows[id(optimizer)]
         ]
@@ -141,10 +141,6 @@ def _part(room: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
     """A tensor like `like` that begins at a byte of `room`, and where the next one may begin."""
     stop = start + like.nbytes
     return room[start:stop].view(like.dtype).view(like.shape), start + round_up(like.nbytes, ALIGNMENT)
-
-
-def _bytes_of(parameters: Iterator[nn.Parameter]) -> int:
-    return sum(round_up(each.nbytes, ALIGNMENT) for each in parameters)
 
 
 def _without_memory(like: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ def memory_of_rank(
         "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
         "step": max(computing, updating),
         "evaluation": after + batch + held.full + held.buffers + facts.evaluation // plan.tp,
-        "checkpoint": after + _of_checkpoint(plan, facts),
+        # one full tensor, where ranks of several hosts send them
+        "checkpoint": after + (facts.largest if plan.mesh.size > 1 else 0),
     }
     if background and plan.offload == "none":  # steps go on beside the copy
         phases["checkpoint"] = phases["step"] + copied_by(held, plan, one_copy=one_copy)
@@ -196,11 +197,6 @@ def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_co
     is_part = plan.tp > 1 or plan.pp > 1 or held.full > 0 or one_copy
     own = held.parameters if is_part else facts.parameters
     return max(comparison, own + held.buffers + max(facts.largest if is_part else 0, buckets))
-
-
-def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
-    """What writing a checkpoint takes: one full tensor, where ranks of several hosts send them."""
-    return facts.largest if plan.mesh.size > 1 else 0
 
 
 def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
