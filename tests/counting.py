@@ -86,7 +86,7 @@ def count(
     for event in cluster.run():
         _note(account, event, cluster)
     account.finals = [storage.snapshots[steps][1] for storage in storages]
-    account.left = len(cluster.workers)
+    account.left = len(cluster._workers)
     account.reported_ages = cluster.head.ages
     return account
 

@@ -96,7 +96,7 @@ def follow(forward: Forward, sizes: Sequence[tuple[int, int]]) -> list[int]:
         with KeyedDraws():
             wanted = gradients(model, partial(job.loss, model), batch)
         assert gradients(model, run, batch) == wanted
-        found.append(programs.num_captured)
+        found.append(sum(each.num_captured for each in programs._captured.values()))
     return found
 
 

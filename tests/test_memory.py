@@ -209,7 +209,7 @@ def test_buckets_of_a_data_parallel_plan(zero: int):
     job, _ = job_and_batches("gpt", "adamw")
     named, dp = [*job.model().named_parameters()], 3
     buckets = GradientBuckets(named, bucket_bytes=2**12, start=lambda bucket: None, multiple=dp)
-    flat = sum(each.num_bytes for each in buckets.buckets)
+    flat = sum(each.flat.nbytes for each in buckets.buckets)
     padding = 4 * dp * len(buckets.buckets)
     sizes = [each.nbytes for _, each in named]
     found = gradient_bytes(sizes, dp=dp, zero=zero, bucket_bytes=2**12)

@@ -68,7 +68,7 @@ def test_a_rank_holds_its_slices_and_a_few_buckets(plan: str, monkeypatch: pytes
             padding = 4 * trainer.plan.dp * len(buckets.buckets)
             assert whole <= slices * trainer.plan.dp <= whole + padding
             (pool,) = (each._memory.numel() for each in buckets._rounds.pools.values())
-            largest = max(each.num_bytes for each in buckets.buckets)
+            largest = max(each.extent.num_elements * each.extent.dtype.itemsize for each in buckets.buckets)
             assert pool <= max(4 * 3000, largest + 64)
             sizes = {name: each.nbytes for name, each in replica.named}
             predicted = sum(held_gradients(trainer.plan, sizes, sizes, replica.engine.late))

@@ -66,11 +66,6 @@ class VirtualCluster:
         for incident in circumstances.incidents:
             self._at(incident.at_seconds, partial(self._happen, incident))
 
-    @property
-    def workers(self) -> list[Worker]:
-        """Those that take part."""
-        return list(self._workers.values())
-
     def ask_for_snapshot(self) -> None:
         """Have a snapshot taken of the newest update, whatever is due; to be called after an update."""
         self._send(Address("server", 0), self.head.ask_for_snapshot() or [])

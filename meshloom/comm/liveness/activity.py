@@ -118,11 +118,6 @@ class Activity:
         self._began = 0.0
         self._longest: dict[tuple[int, str], float] = {}
 
-    @property
-    def step(self) -> int:
-        """The one that was entered last."""
-        return self._step
-
     def enter(self, phase: Phase, step: int = 0) -> None:
         """An activity other than an action begins."""
         self._step = step

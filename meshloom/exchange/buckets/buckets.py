@@ -74,10 +74,6 @@ class Bucket:
         ]
 
     @property
-    def num_bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
-
-    @property
     def extent(self) -> Extent:
         """Of `flat`."""
         return Extent(num_elements=self.flat.numel(), dtype=self.flat.dtype, device=self.flat.device)

@@ -61,10 +61,6 @@ class ScatteredBucket:
     views: list[Tensor] = field(default_factory=list[Tensor])
     places: list[BucketPlace] = field(default_factory=list[BucketPlace])
 
-    @property
-    def num_bytes(self) -> int:
-        return self.extent.num_elements * self.extent.dtype.itemsize
-
     def count(self) -> None:
         """Finds `missing`."""
         self.missing = sum(place.chunks <= self.sent for place in self.places)

@@ -144,11 +144,6 @@ class ProgramStore:
         return self._division.summed if self._division else ()
 
     @property
-    def num_captured(self) -> int:
-        """The number of captured programs."""
-        return sum(each.num_captured for each in self._captured.values())
-
-    @property
     def opaque(self) -> Mapping[str, str]:
         """Leaves, which programs run as they are, and why."""
         return {path: why for each in self._captured.values() for path, why in each.opaque.items()}
