@@ -15,7 +15,7 @@ from meshloom.core.moments.current_step import step
 from meshloom.core.moments.leaf import leaf
 from meshloom.core.plan import Plan
 from meshloom.core.random import seed_script
-from meshloom.launch.environment import begin_script, script_seed
+from meshloom.launch.environment import begin_script, is_first_rank, script_seed
 from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     accelerate: Any  # modules, for who has these libraries
     lightning: Any
     transformers: Any
+    from meshloom.launch.first_of_host import main_first
     from meshloom.loops.loader import loader
-    from meshloom.loops.main_process import main_first
     from meshloom.loops.means import gather, mean, sum  # noqa: A004
     from meshloom.loops.parallel import accumulate, parallel, train_step, whole
     from meshloom.loops.saving import save
@@ -71,7 +71,7 @@ _LATER = {
     "gather": "meshloom.loops.means",
     "lightning": "meshloom.lightning",
     "loader": "meshloom.loops.loader",
-    "main_first": "meshloom.loops.main_process",
+    "main_first": "meshloom.launch.first_of_host",
     "mean": "meshloom.loops.means",
     "parallel": "meshloom.loops.parallel",
     "save": "meshloom.loops.saving",
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
         found = globals()[name] = module if module.__name__ == f"meshloom.{name}" else getattr(module, name)
         return found
     if name == "main":
-        return import_module("meshloom.loops.main_process").is_main()
+        return is_first_rank()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,7 @@ from meshloom.comm.objects import collect, share
 from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_rank, ranks_aside
-from meshloom.launch.first_of_host import first_of_host
+from meshloom.launch.first_of_host import main_first
 from meshloom.loops import means
 from meshloom.loops.loader import loader
 from meshloom.loops.loader_parts import SharedCollate
@@ -104,10 +104,10 @@ class Accelerator(accelerate.Accelerator):
         return function if runs else _nothing
 
     def main_process_first(self) -> Any:
-        return first_of_host()
+        return main_first()
 
     def local_main_process_first(self) -> Any:
-        return first_of_host()
+        return main_first()
 
     def wait_for_everyone(self) -> None:
         if not self._writes:

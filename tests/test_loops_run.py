@@ -25,13 +25,14 @@ from meshloom.launch.child_environment import script_environment
 from meshloom.launch.environment import (
     begin_script,
     bring_ranks_back,
+    is_first_rank,
     is_rank,
     launched_plan,
     launched_rank,
     of_no_rank,
     script_seed,
 )
-from meshloom.loops.main_process import is_main, main_first
+from meshloom.launch.first_of_host import main_first
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
@@ -147,7 +148,7 @@ def test_a_script_finds_nothing_of_ranks_and_what_it_starts_is_none(monkeypatch:
     monkeypatch.setattr(os, "environ", {**TORCHRUN, "HOME": "/here"})
     assert begin_script()
     assert os.environ.keys() == {"HOME", "MESHLOOM_LAUNCHED"}
-    assert is_rank() and launched_plan() == "dp=2" and not is_main()
+    assert is_rank() and launched_plan() == "dp=2" and not is_first_rank()
     here = launched_rank()
     assert here and (here.rank, here.size, here.port) == (1, 2, 29500)
     assert of_no_rank() == {"HOME": "/here"}
@@ -156,7 +157,7 @@ def test_a_script_finds_nothing_of_ranks_and_what_it_starts_is_none(monkeypatch:
     assert os.environ == {**TORCHRUN, "HOME": "/here"}
     monkeypatch.setattr(os, "environ", inherited)
     monkeypatch.setattr(os, "getpid", lambda: -1)  # a data worker, or another program
-    assert not begin_script() and not is_rank() and launched_plan() is None and is_main()
+    assert not begin_script() and not is_rank() and launched_plan() is None and is_first_rank()
 
 
 def test_the_environment_is_left_alone_where_it_is_asked_for_or_is_of_no_rank(
@@ -197,7 +198,7 @@ def test_a_rank_sees_one_gpu_or_none():
 
 def test_one_process_goes_first_alone():
     with main_first():
-        assert is_main()
+        assert is_first_rank()
     with pytest.raises(ValueError, match="bad"), main_first():
         raise ValueError("bad")
 
@@ -213,7 +214,7 @@ def _in_order(path: str) -> object:
     except (ValueError, PeerLostError) as error:
         seen.append(str(error))
     with main_first():
-        seen.append(is_main())
+        seen.append(is_first_rank())
     return seen
 
 

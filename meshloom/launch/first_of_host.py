@@ -20,8 +20,9 @@ _CALLS = count()  # all ranks make the same ones
 
 
 @contextmanager
-def first_of_host() -> Iterator[None]:
-    """A context whose body one process of each host runs first, and the others when it has come through. The ranks need not have met.
+def main_first() -> Iterator[None]:
+    """A context for what each process of a host does and only one may do at a time, as downloads and directories: the first process
+    of a host runs its body, then the others do. With one process it does nothing. The ranks need not have met.
 
     Raises `PeerLostError` on the others if it raises on the first, or takes longer than a rank waits for another.
     """

@@ -18,12 +18,11 @@ from meshloom.comm.objects import collect, scatter_objects
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
-from meshloom.launch.environment import is_rank, launched_plan, launched_rank
+from meshloom.launch.environment import is_first_rank, is_rank, launched_plan, launched_rank
 from meshloom.lightning.global_values import GlobalResults, share_metrics
 from meshloom.loops import means, parallel
 from meshloom.loops.loader import loader
 from meshloom.loops.loop_lines import say
-from meshloom.loops.main_process import is_main
 from meshloom.loops.ranks import ranks
 from meshloom.loops.saving import on_main, write_once
 
@@ -67,7 +66,7 @@ class MeshStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        return is_main()
+        return is_first_rank()
 
     def setup_environment(self) -> None:
         super().setup_environment()
