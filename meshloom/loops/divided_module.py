@@ -106,7 +106,8 @@ class DividedModule(AveragedExecution):
                 return compute(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # whose tensors no capture takes, nor a later training
             with torch.inference_mode(False), torch.no_grad():
-                return self.call(compute, *tree_map(_of_training, (args, kwargs)), method)
+                args, kwargs = tree_map(_of_training, (args, kwargs))
+                return self.call(compute, args, kwargs, method)
         positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
         share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
         self._weight = share.weight if share else 1.0

@@ -52,7 +52,7 @@ def numbers_of(layout: Layout) -> StripNumbers:
     """Numbers for the strips of all values, and of labels that occur in no value. Those of size 1 are on every rank, but for a single row that a
     slice of a parameter leaves out or keeps."""
     strips = dict.fromkeys(leaf.strip for axis in axes_in(layout) for leaf in axis.leaves())
-    kept = layout.program.parameters | layout.program.buffers
+    kept = {**layout.program.parameters, **layout.program.buffers}
     slices = (
         axis
         for each in kept.values()
