@@ -19,6 +19,7 @@ from tests.equality.settings import Case, job_of, named, plan_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 SEED, NUM_CELLS = 58, 12
+PER_PARAMETER = ("adafactor",)  # an update has the norm of the whole tensor in it
 
 
 def is_plain(case: Case) -> bool:
@@ -50,6 +51,8 @@ def test_a_cell_equals_a_plain_loop(number: int, tmp_path: Path) -> None:
     with ml.Trainer(job, plan_of(MODELS[name], cell), devices="simulated", dtype=torch.float64, out=tmp_path / "run", share=True) as trainer:  # fmt: skip
         found = [trainer.step(batch) for batch in trainer.batches()]
         state = load_file(trainer.save() / "model.safetensors")
+    if cell["optimizer"] in PER_PARAMETER:  # noise in one element reaches all
+        clear = {key: each & each.all() for key, each in clear.items()}
     rounded = name.startswith("hf_")  # its norms compute in float32, which the loop leaves to them
     # float64: sums in another order
     assert found == pytest.approx(losses, rel=1e-6 if rounded else 1e-12), f"{name}, {named(cell)}"
