@@ -149,7 +149,7 @@ class ChunkScope:
     def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
         """Of merging buffers. each_time: counted by evaluations of the loss, not by steps."""
         own = sum((each.expected_bytes() for each in self.statistics.values()), ExpectedBytes())
-        return ExpectedBytes(so_far=own.per_step * self._finished) if each_time else own
+        return ExpectedBytes(so_far=own.so_far + own.per_step * self._finished) if each_time else own
 
     def key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
         """The number of the chunk whose draws this one has, and which of its rows."""

@@ -83,7 +83,7 @@ class RunningStatistics:
         if synchronised:
             _check_joined(self._others.declared)
         self.merges = self._others.length > 0 or (not alone and self._norms.length > 0)
-        self._moving = 0  # elements gathered in the last step because some buffer changed
+        self._moved = 0  # elements gathered so far because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
         tensors = (*model.buffers(), *model.parameters())
@@ -119,9 +119,9 @@ class RunningStatistics:
         undeclared = self._others.agree(parts[:, split:].tolist() if self._others.length else [])
         if undeclared:
             self._note(_undeclared(undeclared, joined=self._joined))
-        self._moving = self._others.moving_length
-        maps = parts[:, :0]
-        if self._moving:
+        moving, maps = self._others.moving_length, parts[:, :0]
+        self._moved += moving
+        if moving:
             maps = self._gather(self._others.take())[:replicas]
         self._others.apply(maps)
 
@@ -132,11 +132,14 @@ class RunningStatistics:
         return notes
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of `finish`, given the buffers that changed in the last step."""
+        """Of `finish`. Which buffers change is known once they have."""
         if not self.merges or self._group is None:
             return ExpectedBytes()
-        length = self._norms.length + self._others.length + self._moving
-        return ExpectedBytes(per_step=Traffic.along("dp", all_gather=8 * length))
+        always, moved = (
+            Traffic.along("dp", all_gather=8 * length)
+            for length in (self._norms.length + self._others.length, self._moved)
+        )
+        return ExpectedBytes(per_step=always, so_far=moved)
 
     def _gather(self, part: Tensor) -> Tensor:
         """All replicas' `part` [n], as [replicas, n]."""
