@@ -16,7 +16,7 @@ from meshloom.asynchronous.options import check_asynchronous
 from meshloom.cli.arguments import parse, parser
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import DeviceError, PlanError
-from meshloom.core.jobfile import as_program, check_target, is_script, load_job
+from meshloom.core.jobfile import as_program, check_no_script, check_target, is_script, load_job
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import is_rank, launching_seconds, ranks_aside, reference_descriptor
 from meshloom.launch.failure import leave, report_failure
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_run import start_script
 
             return start_script(arguments)
-        check_target(arguments.target)
+        (check_no_script if arguments.verb == "train" else check_target)(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(
                 f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever."

@@ -50,6 +50,14 @@ def check_target(target: str) -> tuple[Path, str]:
     return path, name
 
 
+def check_no_script(target: str) -> tuple[Path, str]:
+    """As `check_target`. Raises `JobError` for a script with a loop of its own, which would run when it is loaded."""
+    path, name = check_target(target)
+    if is_script(target):
+        raise JobError(f"{path} has no {name!r}. {_DEFINE.format(path=path)}")
+    return path, name
+
+
 def is_script(target: str) -> bool:
     """Whether FILE.py, without a name, is a script with a loop of its own: it imports meshloom, and neither makes a `Job` nor has a
     `job` at its top, by its source alone. Raises `JobError` for no Python file."""
@@ -107,9 +115,7 @@ def load_job(target: str) -> Job | None:
     would else have other weights and other splits of their data, and so would a run that goes on.
     None: NAME is a function that returned nothing, since it ran its own loop.
     """
-    path, name = check_target(target)
-    if is_script(target):  # its loop would run
-        raise JobError(f"{path} has no {name!r}. {_DEFINE.format(path=path)}")
+    path, name = check_no_script(target)
     with preserved_draws():
         seed_everything(_SEED)
         return _found(path, name)
