@@ -170,15 +170,17 @@ class _Watch:
         self, runs: Mapping[int, ProgramStage], peaks: list[int], rank: int, listener: ActionListener | None
     ) -> None:
         self._runs, self._peaks, self._rank, self._listener = runs, peaks, rank, listener
+        self._forwards = set[tuple[int, int]]()  # stages and microbatches
 
     def began(self, action: Any) -> None:
         if self._listener:
             self._listener.began(action)
 
     def ended(self, action: Any) -> None:
-        live = [each for run in self._runs.values() for each in run._live.values()]
-        has_run = [each.root is not None or bool(each.edges or each.weights) for each in live]
-        self._peaks[self._rank] = max(self._peaks[self._rank], sum(has_run))
+        if action.kind == "F":
+            self._forwards.add((action.stage, action.microbatch))
+        live = {(stage, microbatch) for stage, run in self._runs.items() for microbatch in run._live}
+        self._peaks[self._rank] = max(self._peaks[self._rank], len(live & self._forwards))
         if self._listener:
             self._listener.ended(action)
 
