@@ -23,7 +23,7 @@ from tests import two_hosts
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 JOB = str(Path(__file__).with_name("hosts_job.py"))
 MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+PAGE = Path(__file__).parents[1] / "docs" / "clusters" / "README.md"
 SECONDS_TO_TELL = 10.0
 SECONDS_IN_A_STEP = 2.0  # far more than one takes
 
@@ -145,15 +145,15 @@ def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: i
         assert time.monotonic() - killed < SECONDS_TO_TELL
 
 
-def test_the_readme_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path):
+def test_the_page_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path):
     lines = [
-        line.split() for line in GUIDE.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")
+        line.split() for line in PAGE.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")
     ]
     assert len(lines) == 2
     (tmp_path / "job.py").write_text("from tests.hosts_job import job\n")
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     commands = [
-        [torchrun, *(two_hosts.ADDRESSES[0] if word == "node1" else word for word in line[1:])]
+        [torchrun, *(two_hosts.ADDRESSES[0] if word == "first.example.com" else word for word in line[1:])]
         for line in lines
     ]
     with two_hosts.running(hosts, commands, tmp_path) as processes:

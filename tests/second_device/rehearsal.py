@@ -21,7 +21,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.launch import opening
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import CARRIES_TENSORS, Use, World
-from meshloom.optimizer import updater
+from meshloom.optimizer import offload
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
@@ -123,7 +123,7 @@ def _on(device: SecondDevice | None) -> Iterator[None]:
         patch.object(opening, "world_in_one_process", opened),
         patch.object(readback, "lane_of", lane_of),
         patch.object(host_copy, "lane_of", lane_of),
-        patch.object(updater, "lane_of", lane_of),
+        patch.object(offload, "lane_of", lane_of),
     ):
         yield
 
