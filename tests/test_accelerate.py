@@ -118,6 +118,7 @@ def test_in_one_process_it_is_accelerate_s(tmp_path: Path, alone: tuple[list[Any
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_what_is_reduced_is_verified_in_training_and_in_evaluation(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

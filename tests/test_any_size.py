@@ -190,6 +190,7 @@ def test_each_side_of_a_question_has_a_program_of_its_own():
     assert found == [1, 2, 3, 4, 4, 5, 6, 6, 6, 6]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_varies(
     monkeypatch: pytest.MonkeyPatch,
 ):

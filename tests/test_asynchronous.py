@@ -96,6 +96,7 @@ def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> Non
         assert same(Run(job, f"dp=1,microbatches=2,exchange=async,servers={servers}"), alone)
 
 
+@pytest.mark.slow
 def test_a_recomputing_worker_is_one_device() -> None:
     """Its loss is captured, and takes the servers' values all the same."""
     plan, job = "recompute=full,microbatches=2", make_job("cnn", "adamw", steps=4)

@@ -315,7 +315,7 @@ def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
     assert {each.kind for each in report.first_wrong.errors if not each.passed} == {"average"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verify_knows_of_averages_that_the_run_does_not_keep(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         meshloom.optimizer.user_optimizer, "without_averages", lambda made: (without_averages(made)[0], None)
@@ -402,7 +402,7 @@ class TwiceThroughOneLayer(nn.Module):
         return self.head(torch.tanh(self.first(x)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stage_that_updates_nothing_waits_for_none_of_the_others():
     """Its replicas have a copy of the parameters each, and those of the other stage one for all."""
     tied = replace(job(), model=TwiceThroughOneLayer)

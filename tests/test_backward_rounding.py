@@ -58,7 +58,7 @@ def job_of(width: int = 4096, rate: float = 1e-2) -> Job:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.long
 def test_a_saturated_gate_is_equal(dtype: torch.dtype) -> None:
     """The story: the gate's gradient was off by 4.5e-8, exact arithmetic is 1.1e-7 from one device, and perturbed parameters moved it by 2e-14."""

@@ -113,6 +113,7 @@ def test_a_checkpoint_has_the_masters_under_every_plan(saved: str, plan: str, tm
         assert torch.equal(each, expected)
 
 
+@pytest.mark.slow
 def test_each_rank_has_masters_of_what_it_updates_alone():
     counted: dict[str, list[int]] = {}
     for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=3"):

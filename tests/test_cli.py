@@ -125,7 +125,7 @@ def test_a_verification_is_handed_on_as_a_page_and_tensors(
     assert "EQUAL" not in captured.out  # it was said before the work
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["verify", f"{FILE}:unsteady", "--plan", "dp=4", "--devices", "simulated", "--json", "-"]) == 1

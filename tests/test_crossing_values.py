@@ -24,7 +24,7 @@ class Turned(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.parametrize("cut", ["0.after", "1"])
+@pytest.mark.parametrize("cut", [pytest.param("0.after", marks=pytest.mark.slow), "1"])
 def test_a_transposed_value_crosses(cut: str) -> None:
     job = ml.Job(
         model=lambda: nn.Sequential(Turned(), Turned()),

@@ -156,7 +156,7 @@ def test_it_equals_one_device(plan: str) -> None:
 # 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_arguments_and_results_are_tensors_modules_plain_values_and_structures_of_them() -> None:
     def both(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         value, more = largest(x, factor=0.5)

@@ -19,7 +19,7 @@ REFUSED = {
     ("waves", "tp=2"): "LBFGS looks at whole parameters",  # where it is divided
 }
 # those of `make test`
-QUICK = {("small_gpt", "pp=2,microbatches=2"), ("contrast", "tp=2"), ("adversarial", "dp=2,zero=3")}
+QUICK = {("contrast", "tp=2"), ("adversarial", "dp=2,zero=3")}
 CELLS = [
     pytest.param(path.stem, plan, marks=() if (path.stem, plan) in QUICK else pytest.mark.slow)
     for path in sorted(SCRIPTS.glob("*.py"))

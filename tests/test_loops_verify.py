@@ -299,6 +299,7 @@ def verified(tmp_path: Path, kind: str) -> int:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_mean_of_uneven_shares_is_equal_without_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert verified(tmp_path, "mean") == 0
     text = capfd.readouterr().out
@@ -337,6 +338,7 @@ def test_a_loop_without_an_optimizer_is_compared_at_its_backwards(tmp_path: Path
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_script_that_fails_or_trains_nothing_is_not_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]):  # fmt: skip
     script = tmp_path / "train.py"
     for source, said in (

@@ -109,7 +109,7 @@ class Late(nn.Module):
         return x * 2 if ml.step() > 2 and x.sum() < 1e9 else x
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_leaf_has_the_number() -> None:
     class Model(Dims):
         def __init__(self) -> None:

@@ -93,6 +93,7 @@ def test_what_a_plan_has_saved_is_resumed_by_the_library_and_by_another_plan(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_script_around_a_trainer_is_equal_to_itself(tmp_path: Path):
     script = Path(__file__).parents[1] / "examples/20_transformers_trainer.py"
     command = [sys.executable, "-m", "meshloom", "verify", str(script), "--plan", "dp=2,zero=3"]
