@@ -427,6 +427,13 @@ def compiled_around() -> list[Any]:
 
 
 @case
+def compiled_in_place() -> list[Any]:
+    model = ml.parallel(made())
+    model.compile(backend="eager")
+    return trained(model, entropy)
+
+
+@case
 def numbers_of_the_batch() -> list[Any]:
     x, _ = next(batches())
     share = len(x) if ranks().plan.dp < 7 else 0

@@ -13,6 +13,7 @@ from torch import nn
 
 import meshloom as ml
 from meshloom.core.errors import JobError, PlanError, TrainingError
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.core.plan import Plan
 from meshloom.loops.parallel import _check  # pyright: ignore[reportPrivateUsage]
 from meshloom.loops.ranks import check_of_loops, leave_ranks, ranks
@@ -116,6 +117,16 @@ def _mistakes() -> dict[str, str]:
         (x, _), (longer, _) = batches(2)
         (model(x).sum() + model(longer).sum()).backward()
 
+    def in_another_wrapper() -> None:
+        model = nn.parallel.DistributedDataParallel(ml.parallel(made()))
+        x, y = next(batches())
+        entropy(model, x, y).backward()
+
+    def gradients_of_gradients() -> None:
+        model = ml.parallel(made())
+        x, y = next(batches())
+        entropy(model, x, y).backward(create_graph=True)
+
     def scheduler_first() -> None:
         optimizer = torch.optim.LBFGS(made().parameters())
         torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -128,6 +139,8 @@ def _mistakes() -> dict[str, str]:
         another_plan,
         file_that_cannot_be,
         two_weights,
+        in_another_wrapper,
+        gradients_of_gradients,
         scheduler_first,
         draws_of_their_own,
     ):
@@ -150,6 +163,8 @@ def test_mistakes_are_one_sentence_on_all_ranks():
         "another_plan": "run under dp=2, and parallel() is given dp=4",
         "file_that_cannot_be": "/nowhere/at/all.pt cannot be written",
         "two_weights": "calls of the module with shares of different sizes",
+        "in_another_wrapper": "DistributedDataParallel is parallel already",
+        "gradients_of_gradients": "is a mean over replicas, which has no second derivative",
         "scheduler_first": "before making the scheduler",
         "draws_of_their_own": "the state of torch's generator is",
     }
@@ -166,6 +181,21 @@ def _half_a_loop() -> None:
             continue  # as who skips a bad batch
         entropy(model, x, y).backward()
         optimizer.step()
+
+
+def test_what_ranks_do_together_is_left_out_of_what_is_compiled_around_it():
+    seen = list[bool]()
+
+    @not_compiled
+    def together(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return together(x) * 2
+
+    assert torch.compile(around, backend="eager")(torch.ones(1)).item() == 4.0
+    assert seen == [False]
 
 
 @pytest.mark.processes

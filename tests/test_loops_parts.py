@@ -21,6 +21,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.torch.checkpoint_directory import TorchDirectory
 from meshloom.comm.turns import in_turns
 from meshloom.core.averaged import Averaged
+from meshloom.core.errors import TrainingError
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.part_place import PartError, PartPlace
 from meshloom.loops.part_tensor import PartParameter, PartTensor, made_part, plain, whole_tensor
@@ -478,6 +479,18 @@ def test_a_gradient_penalty_by_a_second_backward() -> None:
 
     for found in on_simulated(2, rank_computes):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_gradient_of_parameters_has_no_second_derivative() -> None:
+    def rank_computes(rank: int, group: Any) -> str:
+        model = small()
+        loss = ShardedModule(model, group, zero=3).call(model, (batch()[0],), {}).sum()
+        with pytest.raises(TrainingError) as error:
+            torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+        return str(error.value)
+
+    for said in on_simulated(2, rank_computes):
+        assert "a mean over replicas, which has no second derivative. Gradients of inputs have one" in said
 
 
 def test_a_layer_that_one_replica_does_not_use_counts_zeros_there() -> None:

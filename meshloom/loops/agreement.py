@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshloom.comm.objects import agree, collect
 from meshloom.core.errors import TrainingError
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
 from meshloom.loops.made_parts import check_elementwise
@@ -66,6 +67,7 @@ class Agreement:
                 f"all {mesh.dp} replicas call {name} with the same inputs, and compute the same {mesh.dp} times: ml.loader and ml.share give each its share"
             )
 
+    @not_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not (executions := self._concerned(optimizer)):
             return None
@@ -76,6 +78,7 @@ class Agreement:
         closure = kwargs.get("closure")
         return (args, {**kwargs, "closure": _of_the_batch(optimizer, closure)}) if closure else None
 
+    @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         for _, each in self._concerned(optimizer):
             each.stepped()

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from meshloom.comm.group import Group
 from meshloom.loops.flat_parts import gathered, reduced_to_parts
+from meshloom.loops.gradient_mean import refuse_graph_of_means
 from meshloom.loops.part_place import PartPlace
 from meshloom.loops.part_tensor import PartParameter, plain
 
@@ -130,8 +130,8 @@ class _Gather(torch.autograd.Function):
         return wholes
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_graph_of_means()
         return None, *ctx.gathering.reduced(gradients)
 
 

@@ -44,6 +44,15 @@ def as_plain(method: F) -> F:
     return cast(F, plainly)
 
 
+def refuse_graph_of_means() -> None:
+    """Raises `TrainingError` within a backward that is recorded."""
+    if torch.is_grad_enabled():
+        raise TrainingError(
+            "A gradient of parameters that is taken with create_graph=True is a mean over replicas, which has no second derivative. Gradients of inputs have "
+            "one: torch.autograd.grad(loss, inputs, create_graph=True)."
+        )
+
+
 _ONE_BACKWARD = StepShape(chunks=1)
 
 
@@ -163,6 +172,7 @@ class GradientMean:
 
     @as_plain
     def _complete(self, name: str, ready: Ready | None, parameter: nn.Parameter) -> None:
+        refuse_graph_of_means()
         if self._accumulates:
             self._is_local = True
             return

@@ -12,12 +12,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
 from torch.optim import Optimizer
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError
 from meshloom.core.job import LossFunction
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.call_weight import Weight, counted
@@ -202,7 +202,7 @@ def _taken(original: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _called(self, name, partial(written, self), args, kwargs)
 
-    return _not_compiled(method)
+    return not_compiled(method)
 
 
 def _called(
@@ -211,6 +211,8 @@ def _called(
     execution = execution_of(module)
     if execution.running:
         return written(*args, **kwargs)
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:  # pyright: ignore[reportPrivateUsage]
+        raise _parallel_already("DistributedDataParallel")
     if torch.is_grad_enabled():
         agreement_of(ranks()).called(type(module).__name__, (args, kwargs))
     execution.running = True
@@ -221,15 +223,7 @@ def _called(
         execution.running = False
 
 
-def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile around it runs it, and what it calls, as it is."""
-    frames: Any = eval_frame
-    skipped = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))
-    return function
-
-
-_not_compiled(_call)
+not_compiled(_call)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
@@ -287,9 +281,7 @@ def _check(module: nn.Module) -> None:
     name = type(module).__name__
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if found := next((type(each).__name__ for each in module.modules() if isinstance(each, wrappers)), None):
-        raise JobError(
-            f"{found} is parallel already. Give meshloom.parallel() the module within it (.module), and leave {found} out of the script."
-        )
+        raise _parallel_already(found)
     if isinstance(module, torch.jit.ScriptModule):
         raise JobError(
             f"{name} is a script of torch.jit, whose class is fixed. Give meshloom.parallel() the module that it was made from."
@@ -303,3 +295,9 @@ def _check(module: nn.Module) -> None:
             raise JobError(
                 f"{name} has parameters of {type(each).__name__}, which is parallel already. Make the module parallel that has them all, once."
             )
+
+
+def _parallel_already(wrapper: str) -> JobError:
+    return JobError(
+        f"{wrapper} is parallel already. Give meshloom.parallel() the module within it (.module), and leave {wrapper} out of the script."
+    )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.core.buffer_rules import BufferRule
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.execution import Execution
@@ -164,12 +165,14 @@ class ShardedModule(Execution):
                     f"{name} is a {type(each).__name__}, of which zero={self.zero} makes no parts: of an nn.Parameter it does."
                 )
 
+    @not_compiled
     def _enter(self, module: nn.Module, _: Any = None, *, own: bool = False) -> None:
         """Of the module, its blocks, and modules that are called by themselves, such as by what recomputes them in backward."""
         with ExitStack() as stack:
             stack.enter_context(self._gathered(module, own=own))
             self._open.append((module, own, stack.pop_all()))
 
+    @not_compiled
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._open and self._open[-1][0] is module:  # else entering has failed
             self._open.pop()[2].close()

@@ -7,11 +7,15 @@ after `module.compile()`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
+from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
 
 from meshloom.core.errors import JobError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def named_as_written(model: nn.Module) -> nn.Module:
@@ -51,6 +55,16 @@ def compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules whose compiled code is called."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     return [name for name, module in modules if module._compiled_call_impl is not None]
+
+
+def not_compiled(function: F) -> F:
+    """Mark `function` as one that torch.compile around it runs, with what it calls, as it is; return it."""
+    written: Any = function
+    written._torchdynamo_disable = True  # where what calls it is compiled
+    frames: Any = eval_frame
+    skipped = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))
+    return function
 
 
 def _inside(module: Any) -> nn.Module:
