@@ -204,6 +204,24 @@ def test_a_rank_that_skips_a_step_is_named():
         on_ranks(_half_a_loop, 2)
 
 
+def _steps_by_hand() -> None:
+    _seeded()
+    model = ml.parallel(made())
+    for x, y in batches():
+        slopes = torch.autograd.grad(entropy(model, x, y), [*model.parameters()])
+        with torch.no_grad():
+            for parameter, slope in zip(model.parameters(), slopes, strict=True):
+                parameter -= 0.1 * slope
+
+
+@pytest.mark.processes
+def test_replicas_that_update_by_gradients_of_their_own_are_named():
+    with pytest.raises(
+        RankError, match="Ranks disagree: Net.first.weight is .*autograd.grad by parameters is this"
+    ):
+        on_ranks(_steps_by_hand, 2)
+
+
 def test_one_process_is_left_alone(tmp_path: Path):
     model = nn.Linear(2, 2)
     assert ml.parallel(model) is model and type(model) is nn.Linear

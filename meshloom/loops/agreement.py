@@ -46,8 +46,9 @@ class Agreement:
         """What the plan makes of the module's calls."""
         self._watched.append((type(module).__name__, weakref.ref(execution), weakref.ref(module)))
 
-    def called(self, name: str, inputs: Any) -> None:
-        """A module of this class is called in grad mode."""
+    def called(self, module: nn.Module, inputs: Any) -> None:
+        """The module is called in grad mode."""
+        name = type(module).__name__
         self._calls += 1
         if self._calls > FIRST_CALLS:
             return
@@ -66,6 +67,17 @@ class Agreement:
             say(
                 f"all {mesh.dp} replicas call {name} with the same inputs, and compute the same {mesh.dp} times: ml.loader and ml.share give each its share"
             )
+        if self._calls == FIRST_CALLS:  # what no optimizer of torch's updates is compared here alone
+            way_out = (
+                f"This was seen before call {self._calls} of modules. Change parameters alike on every rank, and update them by .grad, which is the global "
+                "batch's after backward(): torch.autograd.grad by parameters is this share's, for which there is ml.mean()."
+            )
+            called = [
+                (name, each)
+                for _, found, of in self._watched
+                if of() is module and (each := found()) is not None
+            ]
+            agree(self._ranks.everyone, _digests(called), way_out, TrainingError)
 
     @not_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -112,10 +124,17 @@ class Agreement:
             "the share of the newest call": list(share.sizes) if (share := bound()) else [],
             "the learning rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             **{f"the state of {name}'s generator": state for name, state in generators.items()},
-            **{f"{kind}.{name}": int(digest(each.detach())) for kind, one in executions for name, each in one.alike()},
+            **_digests(executions),
         }  # fmt: skip
         way_out = f"This was seen before step {step} of the script's optimizers. Every rank must do the same: decide by ml.mean(), draw for the whole batch."
         agree(self._ranks.everyone, facts, way_out, TrainingError)
+
+
+def _digests(executions: list[tuple[str, Execution]]) -> dict[str, int]:
+    """Of the tensors that all ranks have alike."""
+    return {
+        f"{kind}.{name}": int(digest(each.detach())) for kind, one in executions for name, each in one.alike()
+    }
 
 
 def _of_the_batch(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
