@@ -130,10 +130,12 @@ class Agreement:
         agree(self._ranks.everyone, facts, way_out, TrainingError)
 
 
-def _digests(executions: list[tuple[str, Execution]]) -> dict[str, int]:
+def _digests(executions: list[tuple[str, Execution]]) -> dict[str, str]:
     """Of the tensors that all ranks have alike."""
     return {
-        f"{kind}.{name}": int(digest(each.detach())) for kind, one in executions for name, each in one.alike()
+        f"{kind}.{name}": f"values with digest {int(digest(each.detach())) % 2**64:016x}"
+        for kind, one in executions
+        for name, each in one.alike()
     }
 
 
