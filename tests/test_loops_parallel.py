@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import meshloom as ml
+from meshloom.comm.objects import collect
 from meshloom.core.errors import JobError, PlanError, TrainingError
 from meshloom.core.modules.compiled import not_compiled
 from meshloom.core.plan import Plan
@@ -149,6 +151,8 @@ def _mistakes() -> dict[str, str]:
             mistake()
         except ml.MeshloomError as error:
             found[mistake.__name__] = str(error)
+    with suppress(ml.MeshloomError):  # a rank that leaves ends what others wait for
+        collect(here.everyone, None)
     leave_ranks(well=True)
     return found
 
