@@ -46,9 +46,8 @@ class Agreement:
         """What the plan makes of the module's calls."""
         self._watched.append((type(module).__name__, weakref.ref(execution), weakref.ref(module)))
 
-    def called(self, module: nn.Module, inputs: Any) -> None:
-        """The module is called in grad mode."""
-        name = type(module).__name__
+    def called(self, name: str, execution: Execution, inputs: Any) -> None:
+        """A module of this class is called in grad mode."""
         self._calls += 1
         if self._calls > FIRST_CALLS:
             return
@@ -72,12 +71,7 @@ class Agreement:
                 f"This was seen before call {self._calls} of modules. Change parameters alike on every rank, and update them by .grad, which is the global "
                 "batch's after backward(): torch.autograd.grad by parameters is this share's, for which there is ml.mean()."
             )
-            called = [
-                (name, each)
-                for _, found, of in self._watched
-                if of() is module and (each := found()) is not None
-            ]
-            agree(self._ranks.everyone, _digests(called), way_out, TrainingError)
+            agree(self._ranks.everyone, _digests([(name, execution)]), way_out, TrainingError)
 
     @not_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

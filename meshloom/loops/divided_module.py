@@ -191,13 +191,14 @@ class DividedModule(AveragedExecution):
             ready = [self._part_ready(forward, each, check) for each in parts]
             key = tuple(each.key for each in ready), leaves_of(batch).shapes
             if not self._left.has(key):
-                # where sizes alone are new, the forward goes the ways that it went
-                leaves_nothing = follows and not self._left.known
-                found = Left({}, {}) if leaves_nothing else self._left_by(forward, batch, ready[0].key)
-                self._left.add(key, found)
-                if not leaves_nothing:
-                    guarded = Guards(forward, self._module, self._programs.opaque).values
-                    self._guards[forward] = [each for each in guarded if not self._left.sets(key, each.at)]
+                if (
+                    follows and not self._left.known
+                ):  # sizes alone are new: the forward goes the ways that it went
+                    self._left.add(key, Left({}, {}))
+                else:
+                    self._left.add(key, self._left_by(forward, batch, ready[0].key))
+                    found = Guards(forward, self._module, self._programs.opaque).values
+                    self._guards[forward] = [each for each in found if not self._left.sets(key, each.at)]
         return ready, key
 
     def _part_ready(self, forward: CapturedForward, batch: Any, check: Check | None) -> ReadyBatch:

@@ -125,8 +125,9 @@ def train_step(model: nn.Module, batch: Any, loss: LossFunction) -> Tensor:
     """
     found: StepLoss | None = None
     if is_parallel(model):
-        agreement_of(ranks()).called(model, batch)
-        found = execution_of(model).step(loss, batch)
+        execution = execution_of(model)
+        agreement_of(ranks()).called(type(model).__name__, execution, batch)
+        found = execution.step(loss, batch)
     if found is None:
         returned = loss(model, batch)
         value = mean(*returned) if isinstance(returned, tuple) else mean(returned)
@@ -214,7 +215,7 @@ def _called(
     if nn.parallel.DistributedDataParallel._active_ddp_module is not None:  # pyright: ignore[reportPrivateUsage]
         raise _parallel_already("DistributedDataParallel")
     if torch.is_grad_enabled():
-        agreement_of(ranks()).called(module, (args, kwargs))
+        agreement_of(ranks()).called(type(module).__name__, execution, (args, kwargs))
     execution.running = True
     try:
         with counted(execution.weight, ranks(), args, kwargs):

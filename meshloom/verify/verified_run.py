@@ -206,12 +206,8 @@ class VerifiedRun:
     def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
         """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
         passed = self._take(trainer, range(steps))
-        while passed and trainer.next_step < min(total - 2, steps + _MOST_SKIPPED):
-            one = self.comparison
-            if not of_first_rank(
-                trainer, one is not None and all(each.skipped for each in one.result().steps)
-            ):
-                break
+        last = min(total - 2, steps + _MOST_SKIPPED)
+        while passed and trainer.next_step < last and _has_skipped_all(trainer, self.comparison):
             passed = self._take(trainer, [trainer.next_step])
         return passed
 
@@ -277,6 +273,11 @@ def _place_of(
 def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
     """Whether all steps so far agree, on every rank."""
     return of_first_rank(trainer, one is None or one.agrees())
+
+
+def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
+    """Whether no step so far has made an update, on every rank."""
+    return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
 
 
 def _owned(replica: Replica) -> list[float]:

@@ -51,9 +51,14 @@ def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool
         for number, part in enumerate(parts):
             bounds = (total * each // num_servers - before for each in (number, number + 1))  # bytes
             start, stop = (
-                min(max(0, -(-each // parameter.element_size())), parameter.numel()) for each in bounds
+                min(_element(each, parameter.element_size()), parameter.numel()) for each in bounds
             )
             if start < stop or (parameter.numel() == 0 and number == 0):
                 part.append(Slice(name, parameter, start, stop))
         before += parameter.nbytes
     return parts
+
+
+def _element(num_bytes: int, element_size: int) -> int:
+    """The first element that begins at byte `num_bytes` or later."""
+    return max(0, -(-num_bytes // element_size))

@@ -161,11 +161,7 @@ class Folding:
         finally:
             self._open.pop()
         now = [each._version for each in (*given, *state)]
-        unchanged = now[: len(given)] == versions[: len(given)] and all(
-            one.keys() == two.keys()
-            and all(value is two[name][0] and text == two[name][1] for name, (value, text) in one.items())
-            for one, two in zip(before, _attributes(block), strict=True)
-        )
+        unchanged = now[: len(given)] == versions[: len(given)] and _are_unchanged(before, _attributes(block))
         repeatable = _returned(result, given, state) if unchanged else None
         if repeatable is not None:
             returned, spec, made = repeatable
@@ -267,6 +263,17 @@ def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
         | {f"{kind} {name}": (value, None) for kind in _CONTENTS for name, value in vars(part)[kind].items()}
         for part in block.parts.values()
     ]
+
+
+def _are_unchanged(
+    before: Sequence[Mapping[str, tuple[Any, str | None]]],
+    now: Sequence[Mapping[str, tuple[Any, str | None]]],
+) -> bool:
+    return all(
+        one.keys() == two.keys()
+        and all(value is two[name][0] and text == two[name][1] for name, (value, text) in one.items())
+        for one, two in zip(before, now, strict=True)
+    )
 
 
 def _may_stand_for(read: _TracedCall, block: _Block) -> bool:

@@ -12,13 +12,17 @@ def _channels(call: Call) -> Factors | None:
     x = call.operands[0]
     if len(call.operands) != 1 or any(len(out.shape) != len(x.shape) for out in call.outputs):
         return None
-    batched = len(x.shape) - next(
-        (count for count in (1, 2, 3) if f"{count}d" in call.name),
-        2 if "bi" in call.name else 1 if "linear1" in call.name else 3,
-    )
+    batched = len(x.shape) - _space(call)
     dims, sizes = labels_of(x.shape, range(batched, len(x.shape)))
     outputs, linear = (dims,) * len(call.outputs), FIRST_LINEAR if "max" not in call.name else ()
     return Factors(operands=(dims,), outputs=outputs, sizes=sizes, linear=linear, nonempty=frozenset(sizes))
+
+
+def _space(call: Call) -> int:
+    return next(
+        (count for count in (1, 2, 3) if f"{count}d" in call.name),
+        2 if "bi" in call.name else 1 if "linear1" in call.name else 3,
+    )
 
 
 def _pixel_shuffle(call: Call) -> Factors | None:

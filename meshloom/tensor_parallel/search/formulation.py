@@ -240,9 +240,7 @@ class Formulation:
             for target in dict.fromkeys(
                 self._representatives.placement(placement)
                 for node in savers
-                for strategy, _ in self.strategies[node.name]
-                for ref, placement in zip(node.operands(), strategy.operands, strict=True)
-                if ref.name == value
+                for placement in self._placements_of_operand(node, value)
             ):
                 regathers = is_regathered and target == REPLICATED
                 share = self._share(owner, target)
@@ -256,3 +254,12 @@ class Formulation:
         placement = self._representatives.placement_in(value, placement)
         full = max(self._costs.largest_bytes(value, INVARIANT), 1)
         return self._costs.largest_bytes(value, placement) / full
+
+    def _placements_of_operand(self, node: Node, value: str) -> list[Placement]:
+        """The placements in which a node's strategies want an operand."""
+        return [
+            placement
+            for strategy, _ in self.strategies[node.name]
+            for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+            if ref.name == value
+        ]

@@ -53,9 +53,8 @@ def forwards_of(
     else:
         for chunk, piece in enumerate(pieces):
             key, rows = chunk, None
-            if (
-                plan.sync_batch_norm
-            ):  # each replica computes its own statistics, as if they were not synchronised
+            if plan.sync_batch_norm:
+                # each replica computes its own statistics, as if they were not synchronised
                 key, together = chunk % m, sizes[chunk % m :: m]
                 rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
             if piece:
