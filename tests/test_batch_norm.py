@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, JobError, TrainingError
-from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
+from meshloom.replica.buffers.batch_norm import join_batch_norm, synchronise_batch_norm
 from tests.covering import few
 
 # Sums run per rank and then over ranks, instead of over all samples at once.
@@ -147,6 +149,44 @@ def test_a_rank_without_values_takes_part():
     results = together(models, inputs)
     expected = nn.BatchNorm1d(3).double()(torch.cat(inputs))
     torch.testing.assert_close(torch.cat([output for output, _ in results]), expected, **EXACT)
+
+
+def test_gradients_that_are_weighted_afterwards_are_of_the_joined_mean():
+    """Of three ranks' means, which count 3, 1 and 0: the last one's rows are another rank's, once more."""
+    inputs = [torch.randn(3, 4, dtype=torch.float64), torch.randn(1, 4, dtype=torch.float64)]
+    inputs.append(inputs[1].clone())
+    weights, layers = (3 / 4, 1 / 4, 0.0), [model(0, nn.BatchNorm1d(4))[0] for _ in inputs]
+
+    def rank(number: int) -> Tensor:
+        x = inputs[number].clone().requires_grad_()
+        (loss_of(layers[number](x)) / len(x)).backward()
+        return x.grad * weights[number]
+
+    for layer, group, weight in zip(layers, simulated_groups(3), weights, strict=True):
+        assert join_batch_norm(layer, group, lambda x, weight=weight: weight) == [layer]
+        assert join_batch_norm(layer, group, lambda x: 1.0) == []
+    found = in_turns([lambda number=number: rank(number) for number in range(3)])
+    one, joined = model(0, nn.BatchNorm1d(4))[0], torch.cat(inputs[:2]).requires_grad_()
+    (loss_of(one(joined)) / 4).backward()
+    torch.testing.assert_close(torch.cat(found[:2]), joined.grad, **EXACT)
+    gradient = sum(each.weight.grad * weight for each, weight in zip(layers, weights, strict=True) if weight)
+    torch.testing.assert_close(gradient, one.weight.grad, **EXACT)
+    for each in layers:
+        torch.testing.assert_close(each.state_dict(), one.state_dict(), **EXACT)
+
+
+def test_copies_of_a_joined_layer_and_files_have_the_forward_of_its_class():
+    layer, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    join_batch_norm(layer, simulated_groups(2)[0], lambda x: 1.0)
+    plain = nn.BatchNorm1d(3)
+    expected = plain(x)
+    for each in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        copy.deepcopy(copy.deepcopy(layer)),
+    ):
+        assert torch.equal(each(x), expected) and torch.equal(each.running_mean, plain.running_mean)
+    assert layer.num_batches_tracked == 0
 
 
 def test_evaluation_mode_communicates_nothing():

@@ -241,13 +241,13 @@ def test_one_process_is_left_alone(tmp_path: Path):
     [
         ("dp=2,precision=bf16", "precision"),
         ("dp=2,exchange=local_sgd,local_steps=4", "exchange"),
-        ("dp=2,sync_batch_norm=true", "sync_batch_norm"),
+        ("dp=2,compress=bf16", "compress"),
     ],
 )
 def test_what_a_loop_does_itself_is_no_setting_of_its_plan(plan: str, named: str):
     with pytest.raises(PlanError, match=f"takes no {named}="):
         check_of_loops(Plan.parse(plan))
-    for each in ("dp=2,zero=3,overlap=false,reduce=bf16", "dp=2,pp=2,tp=2,zero=2"):
+    for each in ("dp=2,zero=3,overlap=false,reduce=bf16,sync_batch_norm=true", "dp=2,pp=2,tp=2,zero=2"):
         check_of_loops(Plan.parse(each))
     with pytest.raises(PlanError, match="zero=3 with dp alone"):
         check_of_loops(Plan.parse("dp=2,tp=2,zero=3"))

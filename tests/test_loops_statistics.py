@@ -1,4 +1,4 @@
-"""Buffers of a module whose replicas all have the whole batch are one device's."""
+"""Running statistics of replicas are one device's: of whole batches that all have, and of shares that they normalize together."""
 
 from __future__ import annotations
 
@@ -71,17 +71,35 @@ def _no_shares() -> None:
     ],
 )
 def test_whole_batches_on_all_replicas_count_once(plan: str) -> None:
-    alone, parsed = made(), Plan.parse(plan)
+    alone = made()
     trained(alone, alone)
-    expected = dict(alone.named_buffers())
-    with open_world(parsed.mesh, "simulated") as world:
+    for each in of_ranks(plan, made, RULES, lambda x, replica: x):
+        expected = dict(alone.named_buffers())
+        found = {name: each[name] for name in expected}
+        torch.testing.assert_close(
+            found, expected, rtol=1e-12, atol=1e-13
+        )  # sums of ranks have another order
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_layers_normalize_by_all_shares_together(plan: str, shares: bool) -> None:
+    alone = made().layers
+    trained(alone, alone)
+    half = (lambda x, replica: x.chunk(2)[replica]) if shares else (lambda x, replica: x)
+    for each in of_ranks(f"{plan},sync_batch_norm=true", lambda: made().layers, {}, half):
+        torch.testing.assert_close(each, dict(alone.state_dict()), rtol=1e-12, atol=1e-13)
+
+
+def of_ranks(text: str, make: Any, rules: Any, share: Any) -> list[dict[str, Tensor]]:
+    """The whole state that each rank has of `make()` after training on `share(x, replica)`."""
+    plan = Plan.parse(text)
+    with open_world(plan.mesh, "simulated") as world:
 
         def of_rank(own: Any) -> dict[str, Tensor]:
-            model = made()
-            execution = _execution(model, LoopRanks(parsed, world, own), (), RULES, {}, None)
-            trained(model, lambda x: execution.call(model.__call__, [x], {}))
-            return {name: gather().clone() for name, gather in execution.tensors() if name in expected}
+            model, ranks = make(), LoopRanks(plan, world, own)
+            execution = _execution(model, ranks, (), rules, {}, None)
+            trained(model, lambda x: execution.call(model.__call__, [share(x, ranks.replica)], {}))
+            return {name: gather().clone() for name, gather in execution.tensors()}
 
-        found = world.turns.run([lambda own=own: of_rank(own) for own in world.local])
-    for each in found:
-        torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-13)  # sums of ranks have another order
+        return world.turns.run([lambda own=own: of_rank(own) for own in world.local])

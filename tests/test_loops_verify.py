@@ -317,7 +317,7 @@ def test_a_mean_of_uneven_shares_is_equal_without_draws(tmp_path: Path, capfd: p
         ("sum", "Every gradient is 1/2 of the whole batch, 1/dp"),
         pytest.param(
             "statistics",
-            "1: batch normalization by the statistics of shares.\nThe plan does what dp=2 plain copies do",
+            "1: batch normalization by the statistics of shares (sync_batch_norm=true in the plan takes them over the whole batch).\nThe plan does what dp=2 plain copies do",
             marks=pytest.mark.slow,
         ),
         pytest.param("noise", "The plan does what dp=2 plain copies do", marks=pytest.mark.slow),

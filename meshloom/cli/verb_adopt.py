@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import chdir, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,15 @@ def adopt_script(arguments: argparse.Namespace) -> int:
     words = f" -- {' '.join(arguments.words)}" if arguments.words else ""
     print("", *told["notes"], *result.lines, sep="\n")
     print(f"Wrote {', '.join(str(out / name) for *_, name in texts)}.")
-    print(f"Next: meshloom run {out / script.name} --plan {plan}{words}")
+    print(f"Next: meshloom run {out / script.name} --plan {runs.plan}{words}")
     return result.code
 
 
 class _Runs:
-    """Runs of the script in a copy, in `root`, of the repository, or else of the folder, that it is run in or else is in."""
+    """Runs of the script in a copy, in `root`, of the repository, or else of the folder, that it is run in or else is in. plan: that of verification."""
 
     def __init__(self, arguments: argparse.Namespace, plan: Plan, root: Path) -> None:
-        self._arguments, self._plan = arguments, plan
+        self._arguments, self.plan = arguments, plan
         self._told, self._copy = root / "told.json", root / "copy"
         here, path = Path.cwd().resolve(), Path(arguments.target).resolve()
         here = here if path.is_relative_to(here) else path.parent
@@ -88,7 +89,7 @@ class _Runs:
         """What the watched script has shown. Raises `JobError` where it fails."""
         print("running the script up to the first step of its optimizers", file=sys.stderr)
         words = [self._told, str(self._arguments.seconds), self.script, *self._arguments.words]
-        kind, _ = choose_devices(self._plan.mesh, self._arguments.devices)
+        kind, _ = choose_devices(self.plan.mesh, self._arguments.devices)
         done = subprocess.run(
             [sys.executable, "-m", "meshloom.cli.verb_adopt", *words], cwd=self.there, env=script_environment(of_no_rank(), 0, kind),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
@@ -98,10 +99,14 @@ class _Runs:
         return json.loads(self._told.read_text())
 
     def verified(self, told: dict[str, Any]) -> tuple[Texts, ScriptResult]:
-        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along dim 1, or whole ones."""
+        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along dim 1, or whole ones. Where a module normalizes by
+        its batch, statistics are those of all shares."""
         first, *others = told["texts"]
         result = self._result(first)
-        if result.factor is not None and is_of_a_sum(result.factor, self._plan.dp):
+        if result.code and result.normalizes and not self.plan.divides_loss:
+            self.plan = replace(self.plan, sync_batch_norm=True)
+            result = self._result(first)
+        if result.factor is not None and is_of_a_sum(result.factor, self.plan.dp):
             others = [told["total"]]
         for texts in others if result.code else []:
             if texts != first and not (other := self._result(texts)).code:
@@ -111,7 +116,7 @@ class _Runs:
 
     def _result(self, texts: Texts) -> ScriptResult:
         _write(texts, self.script.parent)
-        options = ["--plan", str(self._plan), "--devices", self._arguments.devices]
+        options = ["--plan", str(self.plan), "--devices", self._arguments.devices]
         with chdir(self.there):
             found = compare_script(
                 parse(["verify", str(self.script), *options, "--", *self._arguments.words])

@@ -51,11 +51,13 @@ def verify_script(arguments: argparse.Namespace) -> int:
 
 
 class ScriptResult(NamedTuple):
-    """lines: what is said. code: that of exit. factor: of every gradient of the first step that differs, where there is one."""
+    """lines: what is said. code: that of exit. factor: of every gradient of the first step that differs, where there is one. normalizes: whether a module
+    does, by the statistics of its batch."""
 
     lines: list[str]
     code: int
     factor: float | None = None
+    normalizes: bool = False
 
 
 def compare_script(arguments: argparse.Namespace) -> ScriptResult:
@@ -103,7 +105,8 @@ def _compared(runs: _Runs, plan: Plan) -> ScriptResult:
         )
     lines.append(held_by_ranks(under_plan.held))
     lines += [f"Written or removed by several ranks: {each}." for each in under_plan.shared_files]
-    return ScriptResult(lines, int(not whole.equal), whole.first.factor if whole.first else None)
+    factor = whole.first.factor if whole.first else None
+    return ScriptResult(lines, int(not whole.equal), factor, bool(alone.notes["batch_norms"]))
 
 
 class _NotComputedError(Exception):

@@ -23,6 +23,7 @@ class ModuleCopies(AveragedExecution):
     def __init__(self, module: nn.Module, ranks: LoopRanks, rules: Mapping[str, BufferRule]) -> None:
         super().__init__(ranks)
         self._module, self._group, self._rules = module, ranks.replicas, rules
+        self._joined = ranks.joined
         self._draws = CallDraws(ranks.replica)
         self._calls: WrittenCalls
         self.refresh()
@@ -54,4 +55,4 @@ class ModuleCopies(AveragedExecution):
 
     def refresh(self) -> None:
         if self.follow(self._module.named_parameters()):
-            self._calls = WrittenCalls(self._module, self._group, self._rules, self._draws)
+            self._calls = WrittenCalls(self._module, self._group, self._rules, self._draws, self._joined)

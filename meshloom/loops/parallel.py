@@ -176,13 +176,22 @@ def _updated_by(optimizer: Optimizer) -> list[Execution]:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """A context in which modules are of their authors' classes, as a file holds them."""
+    """A context in which modules are of their authors' classes, without hooks of a plan, as a file holds them."""
     held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if is_parallel(each)]
+    within = (each for module, *_ in held for each in module.modules())
+    hooks = [(each, dict(each)) for one in within for each in (one._forward_pre_hooks, one._forward_hooks)]
+    for found, all_of_them in hooks:
+        for key, hook in all_of_them.items():
+            if isinstance(getattr(hook, "__self__", None), Execution):
+                del found[key]
     for module, made, _ in held:
         module.__class__ = made.__mro__[1]
     try:
         yield
     finally:
+        for found, all_of_them in hooks:
+            found.clear()
+            found.update(all_of_them)
         for module, made, execution in held:
             module.__class__, module.__dict__[_HELD] = made, execution
 
@@ -263,7 +272,7 @@ def _execution(
     if plan.zero:
         from meshloom.loops.sharded_module import ShardedModule
 
-        return ShardedModule(module, found.replicas, zero=plan.zero, rules=rules)
+        return ShardedModule(module, found.replicas, zero=plan.zero, rules=rules, joined=found.joined)
     return ModuleCopies(module, found, rules)
 
 

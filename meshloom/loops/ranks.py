@@ -22,7 +22,7 @@ from meshloom.loops.loop_lines import say
 # What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
 OF_LOOPS = {
     "dp", "pp", "tp", "microbatches", "zero", "overlap", "bucket_bytes", "exchange", "reduce", "tp_placements", "memory_bytes", "cuts", "schedule",
-    "virtual_stages",
+    "virtual_stages", "sync_batch_norm",
 }  # fmt: skip
 _EXCHANGES = ("all_reduce", "ring")
 
@@ -43,6 +43,11 @@ class LoopRanks(NamedTuple):
     def replica(self) -> int:
         """The number of this rank's replica."""
         return self.own.place.dp
+
+    @property
+    def joined(self) -> Group | None:
+        """The ranks along dp, where batch norm layers take their statistics over all shares together."""
+        return self.own.statistics if self.plan.sync_batch_norm and self.plan.dp > 1 else None
 
     @property
     def everyone(self) -> Group:

@@ -37,14 +37,14 @@ from meshloom.loops.written_calls import WrittenCalls
 
 
 class ShardedModule(Execution):
-    """group: the replicas; its ranks are their numbers. rules: of buffers (docs/contract.md).
+    """group: the replicas; its ranks are their numbers. rules, joined: as of `WrittenCalls`.
 
     Numbers (parameters without dims) stay whole on every rank. The replicas call the same blocks in the same order.
     """
 
     def __init__(
-        self, module: nn.Module, group: Group, *, zero: int, rules: Mapping[str, BufferRule] | None = None
-    ) -> None:
+        self, module: nn.Module, group: Group, *, zero: int, rules: Mapping[str, BufferRule] | None = None, joined: Group | None = None
+    ) -> None:  # fmt: skip
         self._module, self.group, self.zero = module, group, zero
         self._blocks = list(dict.fromkeys(_blocks(module)))
         self._weight = 1.0  # of the newest call
@@ -55,7 +55,7 @@ class ShardedModule(Execution):
         take_as_plain()
         keep_states_in_parts()
         self._draws = CallDraws(group.rank)
-        self._calls = WrittenCalls(module, group, rules or {}, self._draws)
+        self._calls = WrittenCalls(module, group, rules or {}, self._draws, joined)
         self._divide()
         others = (each for each in _modules(module, self._blocks) if each is not module and _slots(each))
         for each in [module, *self._blocks, *others]:

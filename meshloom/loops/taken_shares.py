@@ -115,6 +115,12 @@ def is_alike(replicas: Group, inputs: Any) -> bool:
     return bool(given) and all(each == given for each in everyone)
 
 
+def rows_weight(replicas: Group, rows: Tensor) -> float | None:
+    """Of rows that the newest call has computed, the weight of its share; None: all replicas have the same rows."""
+    share = bound()
+    return share.weight if share else None if is_alike(replicas, rows) else 1.0
+
+
 def bound() -> TakenShare | None:
     """The share of the newest call of a module; before one, the newest taken."""
     return _BOUND[0] if _BOUND else _RECENT[-1] if _RECENT else None

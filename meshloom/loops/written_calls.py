@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,18 +13,22 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.loops.call_draws import CallDraws
-from meshloom.loops.taken_shares import is_alike
+from meshloom.loops.taken_shares import is_alike, rows_weight
+from meshloom.replica.buffers.batch_norm import join_batch_norm
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
 class WrittenCalls:
-    """Of `module`. group: the replicas. rules: of its buffers (docs/contract.md)."""
+    """Of `module`. group: the replicas. rules: of its buffers (docs/contract.md). joined: the replicas, where batch norm layers take their statistics over
+    all shares together."""
 
     def __init__(
-        self, module: nn.Module, group: Group, rules: Mapping[str, BufferRule], draws: CallDraws
-    ) -> None:
+        self, module: nn.Module, group: Group, rules: Mapping[str, BufferRule], draws: CallDraws, joined: Group | None
+    ) -> None:  # fmt: skip
         self._draws, self._group = draws, group
-        self._statistics = RunningStatistics(module, group, rules=rules)
+        self._statistics = RunningStatistics(module, group, rules=rules, synchronised=joined is not None)
+        if joined:
+            join_batch_norm(module, joined, partial(rows_weight, joined))
         has_buffers = (each for each in module.modules() if any(True for _ in each.buffers(recurse=False)))
         self._merged = list(has_buffers) if self._statistics.merges else []
 

@@ -94,9 +94,7 @@ class ModuleStages(Stages):
         self._stage = ModuleStage(self, exchange, held.units)
         undo = ExitStack()
         if self._plan.sync_batch_norm and self._plan.dp > 1:
-            undo.enter_context(
-                synchronise_batch_norm(self.model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
-            )  # fmt: skip
+            undo.enter_context(synchronise_batch_norm(self.model, self._context.statistics, meet=self._meet))
         if held.units:
             undo.enter_context(held.units.connect())
         if self.compiler:

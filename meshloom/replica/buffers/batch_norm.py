@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,36 +22,48 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.core.errors import JobError, TrainingError
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 @contextmanager
 def synchronise_batch_norm(
-    model: nn.Module, group: Group, *, compiled: bool = False, meet: Callable[[], None] = lambda: None
-) -> Iterator[None]:  # fmt: skip
+    model: nn.Module, group: Group, *, meet: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """While entered, batch norm layers take their training statistics over the ranks of `group` together.
 
     Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
     become those of one device that runs the joined chunk, with the same bits on every rank. Evaluation mode
-    is untouched. compiled: the model is, and these layers stay out of it. meet: is called before ranks exchange something.
+    is untouched. Where the model is compiled, these layers stay out of it. meet: is called before ranks exchange something.
     Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    layers = join_batch_norm(model, group, lambda x: 1.0, meet)
+    try:
+        yield
+    finally:
+        for each in layers:
+            vars(each).pop("forward", None)
+
+
+def join_batch_norm(
+    model: nn.Module, group: Group, weight: Callable[[Tensor], float | None], meet: Callable[[], None] = lambda: None
+) -> list[nn.Module]:  # fmt: skip
+    """The same from now on; the layers that are joined now. weight: given what a layer is called with, what gradients of this rank's loss are multiplied
+    with after backward: 0 where its rows count nothing, None where all ranks have the same rows."""
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(vars(module).get("forward"), _JoinedForward)
+    ]
     for name, module in layers:
         if type(module).forward is not _BatchNorm.forward or "forward" in vars(module):
             raise JobError(
                 f"{name or 'The model'} is a {type(module).__name__} with a forward of its own, whose statistics cannot be synchronised. "
                 "Use torch.nn.BatchNorm1d, 2d or 3d, or a plan without sync_batch_norm."
             )
-    try:
-        for name, module in layers:
-            forward: Any = _forward(name, module, group, meet)
-            left_out: Any = torch.compiler.disable
-            module.forward = left_out(forward) if compiled else forward
-        yield
-    finally:
-        for _, module in layers:
-            vars(module).pop("forward", None)
+    for name, module in layers:
+        module.forward = _JoinedForward(name, module, group, weight, meet)
+    return [module for _, module in layers]
 
 
 def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
@@ -61,24 +74,36 @@ def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
     return ExpectedBytes(per_step=Traffic.along("dp", all_gather=gathered, all_reduce=reduced) * num_chunks)
 
 
-def _forward(name: str, module: Any, group: Group, meet: Callable[[], None]) -> Any:
-    original = module.forward
+class _JoinedForward:
+    """The forward of `module`. A copy of the module, and one that is read from a file, has that of its class."""
 
-    def forward(x: Tensor) -> Tensor:
-        if not module.training:
-            return original(x)
+    def __init__(
+        self, name: str, module: Any, group: Group, weight: Callable[[Tensor], float | None], meet: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._name, self._module, self._group, self._weight, self._meet = name, module, group, weight, meet
+
+    @not_compiled
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        weight = self._weight(x) if module.training else None
+        if weight is None:
+            return _BatchNorm.forward(module, x)
         module._check_input_dim(x)
-        meet()
-        count, mean, variance = _joined_statistics(x.detach(), group)
+        self._meet()
+        count, mean, variance = _joined_statistics(x.detach() if weight else x.detach()[:0], self._group)
         if x.numel() <= x.shape[1] and count <= 1:  # else there are enough here: the device need not be asked
             raise TrainingError(
-                f"Batch norm {name} got {int(count)} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch."
+                f"Batch norm {self._name} got {int(count)} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch."
             )
         if module.track_running_stats and module.running_mean is not None:
             _update_running(module, count, mean, variance)
-        return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, group, meet)
+        return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, self._group, self._meet, weight)  # fmt: skip
 
-    return forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return partial(_BatchNorm.forward, memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> Any:
+        return partial, (_BatchNorm.forward, self._module)
 
 
 def _joined_statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,10 +150,17 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
-        count: Tensor, eps: float, group: Group, meet: Callable[[], None],
+        count: Tensor, eps: float, group: Group, meet: Callable[[], None], share: float,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.has_bias, ctx.count, ctx.eps, ctx.group, ctx.meet = bias is not None, count, eps, group, meet
+        ctx.has_bias, ctx.count, ctx.eps, ctx.group, ctx.meet, ctx.share = (
+            bias is not None,
+            count,
+            eps,
+            group,
+            meet,
+            share,
+        )
         precision = _precision(x)
         affine = _cast(weight, precision), _cast(bias, precision)
         # In evaluation mode torch's kernel normalises with what it is given.
@@ -150,14 +182,14 @@ class _Normalise(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = own[0].to(grad.dtype if weight is None else weight.dtype)
         if ctx.needs_input_grad[0]:  # on all ranks or on none
-            sums = own.clone()
+            sums = own * ctx.share
             ctx.meet()
             ctx.group.all_reduce(sums).wait()
-            average = (sums / ctx.count).to(precision)
+            average = (sums / (ctx.count * (ctx.share or 1))).to(precision)
             scale = inverse if weight is None else inverse * weight.detach().double()
             centred = dy - average[0].view(shape) - normal * average[1].view(shape)
             grad_x = (centred * scale.to(precision).view(shape)).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *[None] * 7
 
 
 def _others(x: Tensor) -> list[int]:

@@ -41,8 +41,13 @@ def verdict(
     reasons: list[str] = []
     if draws and plan.num_chunks > 1:
         reasons.append("its forward draws random numbers, of which each share has its own")
-    if batch_norms and plan.num_chunks > 1:
-        reasons.append(f"{shown_names(batch_norms)}: batch normalization by the statistics of shares")
+    if batch_norms and plan.num_chunks > 1 and not plan.sync_batch_norm:
+        way_out = (
+            "" if plan.divides_loss else " (sync_batch_norm=true in the plan takes them over the whole batch)"
+        )
+        reasons.append(
+            f"{shown_names(batch_norms)}: batch normalization by the statistics of shares{way_out}"
+        )
     if reasons:
         lines.append(f"It cannot hold on whole batches: {'; '.join(reasons)}.")
     return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *left_out]
@@ -56,6 +61,8 @@ def why_no_copies(plan: Plan, *, draws: bool, weighs: bool, batch_norms: Sequenc
         return "its calls count by parallel(weight=...), and theirs by rows"
     if batch_norms and plan.num_chunks > plan.dp:
         return f"{shown_names(batch_norms)} normalizes by the statistics of microbatches, and they have none"
+    if batch_norms and plan.sync_batch_norm:
+        return f"{shown_names(batch_norms)} normalizes by the statistics of all replicas' shares, and each of them has its own"
     return None
 
 
