@@ -49,7 +49,8 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     yield
-    sys.modules.pop("beside", None)
+    for name in ("beside", "pkg", "pkg.beside"):
+        sys.modules.pop(name, None)
 
 
 def written(directory: Path, text: str) -> str:
@@ -94,6 +95,26 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path, monkeypatch: pytest.
         numpy.random.seed(0)
         torch.manual_seed(0)
         assert draws == [random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+
+@pytest.mark.parametrize(
+    ("target", "line"), [("pkg.train", "from pkg.beside import there"), ("pkg/train.py", "from .beside import there")]
+)  # fmt: skip
+def test_a_module_of_a_package_sees_what_python_shows_it(
+    target: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/beside.py").write_text("there = True")
+    seen = "[sys.argv[0], sys.path[0], __name__, __package__, __spec__.name, __file__, there]"
+    (tmp_path / "pkg/train.py").write_text(
+        f"import json, pathlib, sys\n{line}\npathlib.Path(sys.argv[1]).write_text(json.dumps({seen}))"
+    )
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-m", "pkg.train", "python.json"], check=True)
+    with preserved_draws():
+        assert main(["run", target, "--", "us.json"]) == 0
+    by_python, by_us = (json.loads(Path(f"{each}.json").read_text()) for each in ("python", "us"))
+    assert by_python[3:5] == ["pkg", "pkg.train"] and by_us == by_python
 
 
 @pytest.mark.parametrize(

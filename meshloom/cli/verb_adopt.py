@@ -21,7 +21,7 @@ from typing import Any
 from meshloom.adopt.adopted_lines import AdoptedLines
 from meshloom.adopt.watched_loop import Watch
 from meshloom.cli.arguments import parse
-from meshloom.cli.verb_run import execute
+from meshloom.cli.verb_run import execute, top_of
 from meshloom.cli.verb_verify_script import ScriptResult, compare_script
 from meshloom.core.errors import JobError
 from meshloom.core.modules.packages import is_users
@@ -66,7 +66,7 @@ def adopt_script(arguments: argparse.Namespace) -> int:
     words = f" -- {' '.join(arguments.words)}" if arguments.words else ""
     print("", *told["notes"], *result.lines, sep="\n")
     print(f"Wrote {', '.join(str(out / name) for *_, name in texts)}.")
-    print(f"Next: meshloom run {out / script.name} --plan {runs.plan}{words}")
+    print(f"Next: meshloom run {out / texts[0][2]} --plan {runs.plan}{words}")
     return result.code
 
 
@@ -115,9 +115,9 @@ class _Runs:
         return first, result
 
     def _result(self, texts: Texts) -> ScriptResult:
-        _write(texts, self.script.parent)
         options = ["--plan", str(self.plan), "--devices", self._arguments.devices]
         with chdir(self.there):
+            _write(texts, top_of(str(self.script)))
             found = compare_script(
                 parse(["verify", str(self.script), *options, "--", *self._arguments.words])
             )
@@ -149,8 +149,8 @@ def _watch(target: str, seconds: str, script: str, *words: str) -> None:
 
 
 def _own_files(script: Path) -> dict[Path, str]:
-    """The script and the user's files that it has imported, each with its place beside the script."""
-    found = {script: script.name}
+    """The script and the user's files that it has imported, each with its place below where imports begin."""
+    found = {script: str(script.resolve().relative_to(top_of(str(script))))}
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix == ".py" and path.is_absolute() and is_users(str(path)) and path != script:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +43,7 @@ def check_script(target: str) -> None:
     path = Path(target)
     if path.is_dir():
         raise JobError(f"{path} is a directory. Give a script, as in meshloom run train.py --plan dp=2.")
-    if path.is_file():
+    if path.is_file() or file_of(target).is_file():
         return
     file, _, name = target.rpartition(":")
     if name.isidentifier() and Path(file).is_file():
@@ -86,14 +88,45 @@ def _leave() -> None:
 
 
 def execute(target: str, words: Sequence[str]) -> None:
-    """What `python target words` does: the file's code in a module `__main__`, which finds files beside it."""
-    path = Path(target)
+    """What `python target words` does: the file's code in a module `__main__`, which finds files beside it. What `python -m` does of a module's name, and
+    of a file with relative imports, which are of the packages that it is in."""
+    path = file_of(target)
     file = str(path.absolute())
     loader = SourceFileLoader("__main__", file)
     module = ModuleType("__main__")
     vars(module).update(__file__=file, __loader__=loader, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = module
-    sys.argv = [target, *words]
+    top = top_of(target)
+    packages = path.resolve().parent.relative_to(top).parts
+    sys.argv = [file if packages else target, *words]
     if not sys.flags.safe_path:  # else Python has put nothing there
-        sys.path[0] = str(path.resolve().parent)
+        sys.path[0] = str(top)
+    if packages:
+        vars(module)["__package__"] = ".".join(packages)
+        vars(module)["__spec__"] = spec_from_file_location(".".join([*packages, path.stem]), file)
     exec(loader.source_to_code(loader.get_data(file), file), vars(module))  # noqa: S102
+
+
+def file_of(target: str) -> Path:
+    """The file of a script, or of a module's name as `python -m` has it."""
+    path, as_module = Path(target), Path(*target.split(".")).with_suffix(".py")
+    return as_module if as_module.is_file() and not path.is_file() else path
+
+
+def top_of(target: str) -> Path:
+    """The directory in which a script's imports begin: its own, or that of the packages that it is a module of."""
+    path = file_of(target).resolve()
+    if path.name == Path(target).name and not _is_relative(path):
+        return path.parent
+    top, here = path.parent, Path.cwd()
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    return here if top == path.parent and here in path.parents else top
+
+
+def _is_relative(path: Path) -> bool:
+    try:
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+    except (SyntaxError, ValueError):  # which running it tells
+        return False
+    return any(isinstance(each, ast.ImportFrom) and each.level for each in nodes)

@@ -17,7 +17,6 @@ import torch
 from meshloom.cli.plan_lines import plan_of
 from meshloom.cli.recorded_script import How, RecordedRun
 from meshloom.core.errors import PlanError
-from meshloom.core.jobfile import check_target
 from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.processes.launcher import run_ranks
@@ -154,7 +153,7 @@ class _Runs:
         run = RecordedRun(
             directory=str(directory), how=how, steps=arguments.steps, dtype=self.dtype, draws=self.draws
         )
-        command = run.command(str(check_target(arguments.target)[0]), arguments.words)
+        command = run.command(arguments.target, arguments.words)
         with _output_in(directory / "output") as output:
             code = run_ranks(
                 command,
