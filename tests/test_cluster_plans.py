@@ -21,6 +21,7 @@ from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.stages.stage_traffic import sent_over_tp
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.planner.memory.dry_run import DryStages
+from meshloom.planner.on_clusters.answer import answer
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
 from meshloom.planner.on_clusters.rank_records import NodeRecord, records_of
 from meshloom.planner.on_clusters.search import search
@@ -244,6 +245,21 @@ def test_too_little_memory_is_met_by_computing_again_or_by_slices() -> None:
     assert all(each.peak < full.peak for each in found.steps)
     assert found.steps
     assert any(each.plan == Plan(dp=8) for each in found.fits_not)
+
+
+@pytest.mark.long
+def test_the_cheapest_plan_leaves_hosts_out_that_wait_for_each_other() -> None:
+    cluster = named("h100-80gb-sxm", hosts=2)
+    parts = ClusterParts(job, cluster)
+    fastest, cheapest = (
+        answer(job, cluster, parts, precision="float32", fixed={"tp": 1, "pp": 1}, objective=each, batch=32)
+        for each in ("time", "cost")
+    )
+    assert fastest.best and cheapest.best and fastest.cluster.hosts == 2 and cheapest.cluster.hosts == 1
+    assert cheapest.gpu_hours(cheapest.best) < fastest.gpu_hours(fastest.best)
+    low, high = cheapest.interval(cheapest.best)
+    assert low * (1 + cluster.device.step_error) == pytest.approx(cheapest.best.seconds)
+    assert high * (1 - cluster.device.step_error) == pytest.approx(cheapest.best.seconds)
 
 
 @pytest.mark.long

@@ -242,9 +242,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--objective",
-        choices=["time", "memory"],
+        choices=["time", "memory", "cost"],
         default="time",
-        help="what the best plan for it takes least of (default: time)",
+        help="what the best plan for it takes least of; of cost, on fewer of its hosts, too (default: time)",
     )
     plan.add_argument("--compare", nargs="+", metavar="PLAN", help="price these plans for it side by side")
     plan.add_argument(

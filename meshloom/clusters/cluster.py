@@ -34,6 +34,7 @@ class Device:
         head size at which half of it is reached.
     convolution_efficiency: as product_efficiency.
     overlap_slowdown: how many times as long computing and sending take while both run.
+    step_error: share of a step's seconds by which nine of ten published steps differ at most from what is said of them.
     """
 
     peak_flops: Mapping[str, float]
@@ -52,6 +53,7 @@ class Device:
     attention_half_head: float
     convolution_efficiency: float
     overlap_slowdown: float
+    step_error: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def _lines(found: ClusterAnswer) -> Iterator[str]:
         if nearest:
             yield f"  {nearest.plan} comes nearest: {format_bytes(nearest.peak)}, {_kinds(nearest)}."
     else:
-        yield f"{found.best.plan} on {where}: {format_seconds(found.best.seconds)} a step; {limits(found.best, found.room)}."
+        yield f"{found.best.plan} on {where}: {format_seconds(found.best.seconds)} a step ({_interval(found, found.best)}); {limits(found.best, found.room)}."
         yield f"  it holds {_kinds(found.best)}"
         yield from (f"  {each.plan}: {why_not(each, found.best, found.room)}." for each in found.rivals)
     if found.scaled and any(each.step for each in found.scaled):
@@ -78,6 +78,11 @@ def _lines(found: ClusterAnswer) -> Iterator[str]:
     yield "seconds: of the step alone, by the constants of the cluster's file; memory: of tensors, without what the allocator rounds up"
 
 
+def _interval(found: ClusterAnswer, step: ClusterStep) -> str:
+    low, high = found.interval(step)
+    return f"{format_seconds(low)} to {format_seconds(high)} in nine of ten published runs"
+
+
 def _kinds(step: ClusterStep) -> str:
     return ", ".join(
         f"{format_bytes(count)} {kind}"
@@ -91,6 +96,7 @@ def answer_records(found: ClusterAnswer, steps: Sequence[ClusterStep]) -> Iterat
     for each in steps:
         yield {
             "event": "plan", "plan": str(each.plan), "cluster": found.cluster.name, "gpus": each.plan.mesh.size, "step_seconds": each.seconds,
+            "step_seconds_interval": found.interval(each),
             "peak_bytes": each.peak, "fits": found.fits(each), "bytes": each.sent, "breakdown": each.breakdown, "memory": each.memory,
             "gpu_hours": found.gpu_hours(each), "dollars": found.dollars(each), "simulated": each.simulated,
         }  # fmt: skip

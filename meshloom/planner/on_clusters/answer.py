@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count, format_seconds
 from meshloom.planner.on_clusters.cluster_parts import ClusterParts
-from meshloom.planner.on_clusters.search import Objective, Searched, kind_of, search
+from meshloom.planner.on_clusters.search import Objective, Searched, divisors, kind_of, search
 from meshloom.planner.on_clusters.step import ClusterStep, StepPricer
 
 MOST_GPUS = 16384
@@ -54,6 +55,11 @@ class ClusterAnswer:
         """Whether its tensors do."""
         return step.peak <= self.room
 
+    def interval(self, step: ClusterStep) -> tuple[float, float]:
+        """Seconds between which nine of ten published steps on such devices lie."""
+        error = self.cluster.device.step_error
+        return step.seconds / (1 + error), step.seconds / (1 - error)
+
     def gpu_hours(self, step: ClusterStep) -> float:
         """Of all steps of the job."""
         return step.plan.mesh.size * step.seconds * self.steps / 3600
@@ -67,19 +73,32 @@ def answer(
     job: Job, cluster: Cluster, parts: ClusterParts, *, precision: str, fixed: Mapping[str, Any], objective: Objective, batch: int,
     told: Callable[[str], None] = lambda text: None, check: Callable[[Plan], None] | None = None,
 ) -> ClusterAnswer:  # fmt: skip
-    """batch: samples of the global batch. check: as of `search`. Raises errors of `ClusterParts.of` for one device."""
+    """batch: samples of the global batch. objective: what the best plan takes least of; of cost, also on fewer hosts, as many as divide the cluster's. check: as
+    of `search`. Raises errors of `ClusterParts.of` for one device."""
     parts.of(1)
     told("pricing all plans that divide")
     pricer = parts.pricer
-    found = search(
-        parts.of, pricer, cluster, batch, precision=precision, fixed=fixed, objective=objective, check=check
+    tried = (
+        [replace(cluster, hosts=hosts) for hosts in divisors(cluster.hosts)]
+        if objective == "cost"
+        else [cluster]
     )
+    searches = [
+        (each, search(parts.of, pricer.on(each), each, batch, precision=precision, fixed=fixed, objective=objective, check=check))
+        for each in reversed(tried)
+    ]  # fmt: skip
+    cluster, found = min(searches, key=_device_seconds)
     best = found.steps[0] if found.steps else None
     told("pricing it on more and fewer GPUs")
     scaled = _scaled(cluster, parts, pricer, best, batch, objective) if best else ()
     return ClusterAnswer(
         cluster=cluster, searched=found, best=best, rivals=tuple(_rivals(found, best)), scaled=scaled, steps=job.steps
     )  # fmt: skip
+
+
+def _device_seconds(searched: tuple[Cluster, Searched]) -> float:
+    cluster, found = searched
+    return cluster.gpus * found.steps[0].seconds if found.steps else math.inf
 
 
 def _rivals(found: Searched, best: ClusterStep | None) -> list[ClusterStep]:

@@ -14,7 +14,7 @@ from meshloom.core.plan import Plan
 from meshloom.planner.on_clusters.part import ModelPart
 from meshloom.planner.on_clusters.step import ClusterStep, StepPricer, executed_actions, stages_per_rank
 
-Objective = Literal["time", "memory"]
+Objective = Literal["time", "memory", "cost"]
 PartOf = Callable[[int], ModelPart]  # of a size of tp; raises `PlanError`
 FINALISTS = 24  # plans whose schedules are executed on paper before others
 ACTIONS = 100_000  # that are executed on paper, some ten seconds
@@ -62,7 +62,7 @@ def search(
             if step.peak <= room:  # what is recomputed takes longer
                 break
     order = _order(objective)
-    found = _executed(fitting, parts, pricer, actions) if objective == "time" else fitting
+    found = _executed(fitting, parts, pricer, actions) if objective != "memory" else fitting
     return Searched(
         steps=tuple(sorted(found, key=order)), fits_not=tuple(sorted(others, key=lambda each: each.peak)), refused=refused
     )  # fmt: skip
@@ -94,8 +94,8 @@ def _plans(
     cluster: Cluster, batch: int, precision: str, fixed: Mapping[str, Any], refused: Counter[str]
 ) -> Iterator[Plan]:
     gpus = cluster.gpus
-    for tp in _divisors(min(gpus, cluster.gpus_per_host)):
-        for pp in _divisors(gpus // tp) if gpus % tp == 0 else ():
+    for tp in divisors(min(gpus, cluster.gpus_per_host)):
+        for pp in divisors(gpus // tp) if gpus % tp == 0 else ():
             dp = gpus // tp // pp
             if batch % dp:
                 refused[f"a batch of {batch} is not divisible by dp"] += 1
@@ -112,7 +112,7 @@ def _plans(
 
 def _settings(dp: int, pp: int, samples: int) -> Iterator[dict[str, Any]]:
     """samples: of a replica's part of the batch."""
-    for size in _divisors(samples):
+    for size in divisors(samples):
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             if pp == 1:
                 yield {"microbatches": samples // size, "zero": zero}
@@ -136,7 +136,8 @@ def _order(objective: Objective) -> Callable[[ClusterStep], tuple[float, float]]
     )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, the least first."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
