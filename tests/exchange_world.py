@@ -149,9 +149,7 @@ def backward(model: nn.Module, exchange: Exchange, chunks: Sequence[Tensor]) -> 
     sliced = slices_of(exchange)
     with UnitAccess(sliced.gathering).computing(STEP) if sliced else nullcontext():
         for chunk in chunks:
-            loss = model(chunk).square().sum()
-            exchange.begin_chunk()
-            loss.backward()
+            model(chunk).square().sum().backward()
             exchange.end_chunk()
     if not chunks:
         exchange.end_chunk()

@@ -195,8 +195,8 @@ def test_sparse_gradients_are_added_up(kind: str) -> None:
         watch(table, exchange)
         exchange.begin(StepShape(chunks=2))
         for rows in ([1, 1], [4]):
-            exchange.begin_chunk()
             table(torch.tensor(rows)).sum().backward()
+            exchange.end_chunk()
     expected = torch.zeros(6, 3)
     expected[1], expected[4] = 4.0, 2.0  # two ranks
     for found in whole_gradients(world, 1.0):  # type: ignore[arg-type]

@@ -81,8 +81,8 @@ def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_en
     the end of all."""
     exchange.begin(StepShape(chunks=len(chunks)))
     for chunk in chunks:
-        exchange.begin_chunk()
         model(chunk).backward()
+        exchange.end_chunk()
     for _, each in trainable(model) if at_the_end else ():
         if ready := exchange.hook(each):
             ready(each)
@@ -179,10 +179,10 @@ def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
         linear = accumulator(exchange) if accumulates else F.linear
         exchange.begin(StepShape(chunks=3))
         for _ in range(3):
-            exchange.begin_chunk()
             loss = linear(torch.randn(2, 11), weight.weight).sum()
             with Made(11 * 13) as made:
                 loss.backward()
+            exchange.end_chunk()
             counts.append(dict(made.counts))
     *by_autograd, first, second, third = counts
     assert [sum(each.values()) for each in by_autograd] == [2, 2, 2]  # dW, and its way into the bucket

@@ -201,7 +201,7 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
         told: list[list[bool]] = []
         for batch in trainer.batches():
             for rank, replica in enumerate(trainer.replicas):
-                replica.asks = partial(bool, batch.step == 1 and rank == asked)
+                replica.sums.asks = partial(bool, batch.step == 1 and rank == asked)
             results: list[Any] = trainer.together(
                 lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)])  # noqa: B023
             )

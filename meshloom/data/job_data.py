@@ -12,10 +12,9 @@ from meshloom.comm.objects import agree
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import derive, preserved_draws
+from meshloom.core.random import derive, preserved_draws, seed_draws
 from meshloom.data.chunks import Chunk, Reader
 from meshloom.data.map_data import MapReader, map_chunks
-from meshloom.data.reading import seed_draws
 from meshloom.data.shares import Shares
 from meshloom.data.stream_data import StreamReader
 

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import sample_order, sample_seed
+from meshloom.core.random import sample_order, sample_seed, seed_draws
 from meshloom.data.chunks import Chunk, Reader, share_of, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.data.reading import Collation, ReadFailure, seed_draws
+from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.reading_ahead import read_ahead
 from meshloom.data.shares import Shares
 

@@ -7,7 +7,6 @@ exception becomes a `ReadFailure` where it is raised, since one that crosses pro
 from __future__ import annotations
 
 import pickle
-import random
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Iterable
@@ -15,21 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.modules.packages import is_of_package
-from meshloom.core.random import derive, draws_of
-
-
-def seed_draws(value: int) -> None:
-    """Seed the CPU generators. Takes 10 us; `torch.manual_seed` visits every kind of device in 200 us."""
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    numpy.random.seed(value % 2**32)
+from meshloom.core.random import derive, draws_of, seed_draws
 
 
 @dataclass(frozen=True)

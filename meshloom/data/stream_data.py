@@ -21,10 +21,10 @@ from meshloom.comm.objects import scatter_objects
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import derive, sample_seed
+from meshloom.core.random import derive, sample_seed, seed_draws
 from meshloom.data.chunks import Chunk, Reader, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.data.reading import Collation, ReadFailure, seed_draws
+from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.reading_ahead import read_ahead
 from meshloom.data.shares import Shares
 

@@ -90,8 +90,8 @@ class AllReduce(Alone):
     def begin(self, shape: StepShape) -> None:
         self._buckets.begin(shape)
 
-    def begin_chunk(self) -> None:
-        self._buckets.begin_chunk()
+    def end_chunk(self) -> None:
+        self._buckets.end_chunk()
 
     def buffer(self, parameter: Tensor) -> GradBuffer | None:
         return self._buckets.buffer(parameter)
@@ -106,10 +106,11 @@ class AllReduce(Alone):
         for bucket in self._buckets.buckets:
             used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)]
             for entry, is_used in zip(
-                bucket.entries, used_anywhere((each.arrived for each in bucket.entries), used), strict=True
+                bucket.entries, used_anywhere([each.arrived for each in bucket.entries], used), strict=True
             ):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
-        self._buckets.share_order(self._group)
+        if not self._buckets.order_is_shared:
+            self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
 
     def expected_bytes(self) -> ExpectedBytes:

@@ -15,10 +15,7 @@ from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class Unbuffered(Exchange):
-    """An exchange that takes gradients where autograd leaves them, whenever a chunk begins and ends."""
-
-    def begin_chunk(self) -> None:
-        pass
+    """An exchange that takes gradients where autograd leaves them, whenever a chunk ends."""
 
     def end_chunk(self) -> None:
         pass

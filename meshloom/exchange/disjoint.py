@@ -46,10 +46,6 @@ class Disjoint(Exchange):
         for each in self.parts:
             each.exchange.begin(shape)
 
-    def begin_chunk(self) -> None:
-        for each in self.parts:
-            each.exchange.begin_chunk()
-
     def end_chunk(self) -> None:
         for each in self.parts:
             each.exchange.end_chunk()

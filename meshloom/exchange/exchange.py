@@ -3,7 +3,7 @@
 One rank's step, in order:
 
     begin(shape)
-    for each chunk:  begin_chunk()  backward -> hook(parameter), as gradients are computed, some into buffer(parameter)
+    for each chunk:  backward -> hook(parameter), as gradients are computed, some into buffer(parameter)
                      end_chunk()
     finish(weight)   -> gradients of what this rank owns, averaged
     (the updater clips and updates what this rank owns)
@@ -99,12 +99,8 @@ class Exchange(ABC):
         """Discards the gradients of the previous step."""
 
     @abstractmethod
-    def begin_chunk(self) -> None:
-        """The backward of the next of `shape.chunks` begins."""
-
-    @abstractmethod
     def end_chunk(self) -> None:
-        """All gradients of that chunk have come. A pipeline, and a rank without chunks, call this once, when
+        """All gradients of the next of `shape.chunks` have come. A pipeline, and a rank without chunks, call this once, when
         those of the step have, before they wait for other replicas."""
 
     @abstractmethod

@@ -58,9 +58,6 @@ class Sharded(Exchange):
         self._is_published = False
         self._buckets.begin(shape)
 
-    def begin_chunk(self) -> None:
-        self._buckets.begin_chunk()
-
     def end_chunk(self) -> None:
         self._buckets.end_chunk()
 
@@ -81,7 +78,8 @@ class Sharded(Exchange):
         for each in self._sums if divides(weight) else ():
             each.div_(weight)
         self._is_used = self._used.found()
-        self._buckets.share_order(self._group)
+        if not self._buckets.order_is_shared:
+            self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, self._is_used)
 
     def publish(self) -> bool:

@@ -77,15 +77,17 @@ class UsedFlags:
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
         self._group = group
         self._flags = torch.zeros(len(self._entries), dtype=torch.uint8, device=buckets[0].extent.device)
+        self._here: list[bool] = []  # of the gradients of this rank
 
     def start(self) -> Work:
         """Starts to sum the flags of the gradients that have arrived here."""
-        set_flags(self._flags, [entry.arrived for entry in self._entries])
+        self._here = [entry.arrived for entry in self._entries]
+        set_flags(self._flags, self._here)
         return self._group.all_reduce(self._flags, "max")
 
     def found(self) -> list[bool]:
         """Whether each entry was used, after the work that `start` returned."""
-        return used_anywhere((entry.arrived for entry in self._entries), self._flags)
+        return used_anywhere(self._here, self._flags)
 
     @property
     def num_bytes(self) -> int:

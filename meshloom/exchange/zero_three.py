@@ -131,7 +131,7 @@ class ZeroThree(Unbuffered):
         set_flags(self._used, [entry.used for entry in self._entries])
         self._replicas.all_reduce(self._used, "max").wait()
         self._add_up_equals()
-        used = used_anywhere((entry.used for entry in self._entries), self._used)
+        used = used_anywhere([entry.used for entry in self._entries], self._used)
         for entry, is_used in zip(self._entries, used, strict=True):
             entry.used = is_used
         for part in self._trained:

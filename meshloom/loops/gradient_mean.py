@@ -190,7 +190,6 @@ class GradientMean:
         self._exchange.begin(_ONE_BACKWARD)
         for name, gradient in before.items():
             self._named[name].grad = gradient
-        self._exchange.begin_chunk()
 
     @as_plain
     @torch.no_grad()

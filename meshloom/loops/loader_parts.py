@@ -14,9 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from meshloom.core.errors import DataError
 from meshloom.core.modules.held_generators import held_generators
-from meshloom.core.random import derive, draws_of, sample_seed
+from meshloom.core.random import derive, draws_of, sample_seed, seed_draws
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.data.reading import seed_draws
 from meshloom.loops.data_place import DataPlace, put_states, states_of
 from meshloom.loops.share import Sharer, rows, stretch
 from meshloom.loops.taken_shares import TakenShare, took

@@ -17,9 +17,14 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
     """What this job and plan need at the points of a step. frozen: what nothing trains."""
     at, engine, plan = replica.attached, replica.engine, replica.inner
     ownership = replica.exchange.ownership
-    runs_modules = engine.stages.runs_modules
-    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan, runs_modules=runs_modules)
+    # values of units (zero=3) are looked at where ranks let go of them; a single chunk may write what nothing trains
+    in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
+    world = replica.context.world if engine.stages.one_by_one else None
+    unwritten = [] if in_units or plan.num_chunks == 1 else frozen
+    writes = step_checks.ChunkWrites(unwritten, replica.named if one_copy else [], world)
     engine.attach(at)
+    if frozen:
+        at.begin.append(lambda step: step_checks.check_frozen(frozen))
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
         at.chunks_done.append(pace.end)
@@ -29,16 +34,17 @@ def attach(replica: Replica, frozen: NamedParameters) -> None:
                 engine.team_sums, engine.replicated, replica.exchange, gradients
             )
         )
-    if writes:
+    if unwritten or one_copy:
         at.around.append(writes.chunks)
+    if engine.stages.runs_modules and not (in_units or one_copy):
+        at.around.append(step_checks.OwnMemory(replica.named).chunks)
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
         at.published.append(lambda found: replica.sums.end_update())
     if replica.updates and (fetch := replica.updater.fetch_ahead):
         at.begin.append(lambda step: fetch())
-    if writes and ownership.memory == "shared":
-        world = replica.context.world if engine.stages.one_by_one else None
-        at.synced.append(partial(writes.check_copy, world))
+    if one_copy:
+        at.synced.append(writes.check_copy)
         at.published.append(writes.updated)
     if replica.scope.ends_chunks:
         at.checked.append(replica.scope.finish)

@@ -62,6 +62,10 @@ class ChunkScope:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._job, self._plan, self._context, self._model, self._dtype = job, plan, context, model, dtype
+        # With synchronised batch statistics, microbatch j of all replicas is one chunk, of which this replica
+        # computes some rows. Keyed draws give it the same rows of that chunk's draws; without keys every
+        # replica needs a seed of its own, or all would draw the same numbers.
+        self._shares_chunks = plan.sync_batch_norm and plan.keyed_draws
         self.statistics: Mapping[
             int, RunningStatistics
         ] = {}  # stage -> the buffers that its forward writes, set by the engine
@@ -94,7 +98,8 @@ class ChunkScope:
 
     def moment(self, chunk: Chunk) -> Moment:
         """Of a chunk's forward."""
-        return Moment(chunk_seed(self._job.seed, chunk.step, self.key_of(chunk)[0]), chunk.step)
+        number = chunk.index % self._plan.microbatches if self._shares_chunks else chunk.index
+        return Moment(chunk_seed(self._job.seed, chunk.step, number), chunk.step)
 
     def evaluation(self, chunk: Chunk, updates: int) -> Moment:
         """Of a chunk's metrics after `updates` updates."""
@@ -151,18 +156,14 @@ class ChunkScope:
         own = sum((each.expected_bytes() for each in self.statistics.values()), ExpectedBytes())
         return ExpectedBytes(so_far=own.so_far + own.per_step * self._finished) if each_time else own
 
-    def key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
-        """The number of the chunk whose draws this one has, and which of its rows."""
-        # With synchronised batch statistics, microbatch j of all replicas is one chunk, of which this replica
-        # computes some rows. Keyed draws give it the same rows of that chunk's draws; without keys every
-        # replica needs a seed of its own, or all would draw the same numbers.
-        plan = self._plan
-        if plan.sync_batch_norm and plan.keyed_draws:
-            m = plan.microbatches
-            index = chunk.index % m
-            sizes = plan.sizes(chunk.batch)[index::m]
-            return index, Rows(sum(sizes[: self._context.place.dp]), chunk.samples, sum(sizes))
-        return chunk.index, None
+    def rows(self, chunk: Chunk) -> Rows | None:
+        """Which rows of the chunk that replicas share this one is; None: they share none."""
+        if not self._shares_chunks:
+            return None
+        sizes = self._plan.sizes(chunk.batch)[
+            chunk.index % self._plan.microbatches :: self._plan.microbatches
+        ]
+        return Rows(sum(sizes[: self._context.place.dp]), chunk.samples, sum(sizes))
 
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         moment = self.moment(chunk)

@@ -151,8 +151,7 @@ class Engine:
             return root
 
         def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
-            is_last = stage == self._last_stage
-            return self._scope.forward(chunks[microbatch], stage=stage, observed=is_last)
+            return self._scope.forward(chunks[microbatch], stage=stage, observed=stage == self._last_stage)
 
         activity.follow(stages.prepare(chunks, most, finish, around))
         with units.computing(STEP, idle=not chunks) if units else nullcontext():

@@ -31,8 +31,10 @@ class LossSums:
     other (`Told`), number of ranks with names that others do not know; and of each of the n names that all know to be logged, the
     sum and the weight.
 
-    asked: whether some rank asks, once the sums are global. are_unlike: whether ranks have other learning rates than this one.
-    are_means: whether losses of chunks are means over samples.
+    asks: whether this rank asks for something between steps; None: ranks do not agree on that. rates: those of the optimizers, which ranks
+        must have alike; None: they are not compared.
+    total, weight: of the global batch, once they have been read. asked: whether some rank asks. are_unlike: whether ranks have other
+        learning rates than this one. are_means: whether losses of chunks are means over samples.
     keeps_own: whether `own_divisor` is needed. num_ranks: that tell.
     scale: by which backward's roots and the divisor of gradients are multiplied; None: there is none. overflowed: whether some
         rank's gradients overflowed with it, once that is known.
@@ -53,13 +55,19 @@ class LossSums:
         self._new: dict[str, list[Any]] = {}  # those of this rank: sum and weight
         self._named_bytes = 0  # of sums of names so far
         self.logged: Mapping[str, float] = {}  # the newest step's means
+        self.total = self.weight = 0.0
         self.asked = self.overflowed = self.are_unlike = self.are_means = False
+        self.asks: Callable[[], bool] | None = None
+        self.rates: Callable[[], Sequence[float]] | None = None
         self.scale, self.num_ranks = scale, num_ranks
         self._own: Tensor | None = None
         self._keeps_own = keeps_own
-        self.readbacks, self._on_host = Readbacks(device), device.type == "cpu"
+        self.readbacks, self._on_host, self._ready = Readbacks(device), device.type == "cpu", False
         self._told = Told(num_ranks)  # by this rank
         self._work: Work | None = None
+        # once they have been sent to the host; of all replicas, and of this one
+        self._global: Callable[[], Tensor] | None = None
+        self._of_own: Callable[[], Tensor] | None = None
         self.sums = torch.empty(0, dtype=torch.float64, device=device)
         self.begin()
         self._one = {
@@ -78,22 +86,14 @@ class LossSums:
     @property
     def told(self) -> Tensor | None:
         """What ranks tell each other, a part of the sums; None: nothing."""
-        return self.sums[4:5] if self._asks or self._rates else None
+        return self.sums[4:5] if self.asks or self.rates else None
 
-    def begin(
-        self, asks: Callable[[], bool] | None = None, rates: Callable[[], Sequence[float]] | None = None
-    ) -> None:
-        """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
-        that. rates: those of the optimizers, which ranks must have alike; None: they are not compared."""
+    def begin(self) -> None:
+        """Start a step."""
         device, length = self.sums.device, _LOGGED_FROM + 2 * len(self.names)
         self.sums = torch.zeros(length, dtype=torch.float64, device=device)
         self._parts = self.sums[0], self.sums[1], self.sums[2:4]
-        self._new = {}
-        self._asks, self._rates = asks, rates
-        self._ready = self.started = False
-        # once they have been sent to the host; of all replicas, and of this one
-        self._global: Callable[[], Tensor] | None = None
-        self._of_own: Callable[[], Tensor] | None = None
+        self._new, self.started, self._global = {}, False, None
 
     def add(self, returned: Any, chunk: Chunk) -> Tensor:
         """Add what the loss returned for a chunk; returns the root of its backward.
@@ -120,9 +120,9 @@ class LossSums:
         """End this rank's chunks. What it asks, and its rates, travel with the sums, so that all ranks know of them after the
         same step."""
         if (told := self.told) is not None:
-            asks, rates = bool(self._asks and self._asks()), self._rates() if self._rates else ()
-            if not self._told.is_of(asks, rates):
-                self._told = Told(self.num_ranks, asks=asks, rates=rates)
+            said = bool(self.asks and self.asks()), self.rates() if self.rates else []
+            if self._told.said != said:
+                self._told = Told(self.num_ranks, asks=said[0], rates=said[1])
             told.fill_(self._told.value)
         if self._new:
             self.sums[5] = 1
@@ -130,7 +130,6 @@ class LossSums:
     def start(self, group: Group) -> None:
         """Start the all-reduce of this replica's sums over `group`, the replicas."""
         self.started = True
-        self._named_bytes += self.sums.nbytes - _LOGGED_FROM * self.sums.itemsize
         if self._keeps_own:
             self._own = self.sums.clone()
         self._work = group.all_reduce(self.sums) if group.size > 1 else None
@@ -140,15 +139,12 @@ class LossSums:
 
     def wait(self) -> None:
         """Wait for that all-reduce, and send the global sums to the host, with a scale later (`send`)."""
-        work, self._work = self._work, None
-        if work is not None:
+        if self._work is not None:
             with self.readbacks.lane.entered() if self._ready and self.scale is None else nullcontext():
-                work.wait()
-        if self.scale is not None:
-            return
-        if self._own is not None:
-            self._of_own = self._sent(self._own)
-        self._global = self._sent(self.sums)
+                self._work.wait()
+        if self.scale is None:
+            self._of_own = self._sent(self._own) if self._own is not None else None
+            self._global = self._sent(self.sums)
 
     def end_update(self) -> None:
         """After a step's update, or where it would have been: the next one's scale, if there is one."""
@@ -163,7 +159,7 @@ class LossSums:
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=always), so_far=so_far)
 
     def agree_on_names(self, world: Group, *, speaks: bool) -> None:
-        """After `result`, where some rank has logged names that others do not know: add these up, so that all know
+        """Once they have been read, where some rank has logged names that others do not know: add these up, so that all know
         them. All ranks call it. speaks: whether this rank is the one of those with equal values that counts."""
         mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
         everyone = collect(world, mine)
@@ -176,23 +172,23 @@ class LossSums:
 
     def divisor(self, batch: int) -> Divisor:
         """The number to divide gradients by, after `wait`; where `own` is kept, for the mean over this replica's own share, 1 if that has no weight.
-        Waits for it to arrive; with a scale the device keeps it. batch: samples of the global batch."""
+        Reads the sums, and waits for them to arrive; with a scale the device keeps it. batch: samples of the global batch."""
         if self.scale is not None:
             weight = self.sums[1] if self._own is None else self._own[1]
             return torch.where(weight == 0, 1.0, weight / batch * self.scale.scale)
-        _, weight = self.result()
+        assert self._global, "before they are sent to the host"
+        self._read(self._global())
+        weight = self.weight
         if self._of_own is not None:
             weight = float(self._of_own()[1]) or (0.0 if self.are_means else 1.0)
         return weight / batch if self.are_means else weight
 
     def send(self, overflowed: Tensor) -> None:
-        """Send the global sums to the host, and with them how many ranks' gradients overflowed, float64 [1], so that it waits once."""
-        self._global = self.readbacks.read(torch.cat([self.sums, overflowed])).values
+        """Read the global sums, and with them how many ranks' gradients overflowed, float64 [1], so that the host waits once."""
+        self._read(self.readbacks.read(torch.cat([self.sums, overflowed])).values())
 
-    def result(self) -> tuple[float, float]:
-        """The global loss and weight, after `wait`. Waits for them to arrive."""
-        assert self._global
-        total, weight, num_chunks, num_means, told, num_unknown, *others = self._global().tolist()
+    def _read(self, sums: Tensor) -> None:
+        self.total, self.weight, num_chunks, num_means, told, num_unknown, *others = sums.tolist()
         self.asked, self.are_unlike = self._told.answered(told) if self.told is not None else (False, False)
         self.unknown, self.overflowed = num_unknown > 0, any(others[2 * len(self.names) :])
         self.are_means = num_means > 0
@@ -201,14 +197,14 @@ class LossSums:
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
             )
-        return total, weight
 
     def _sent(self, sums: Tensor) -> Callable[[], Tensor]:
         """What returns them on the host. They may not change until then."""
         return sums.cpu if self._on_host else self.readbacks.read(sums, ready=self._ready).values
 
     def _means(self, named: Sequence[float]) -> dict[str, float]:
-        """Of what was logged. named: sum and weight of each of the names."""
+        """Of what was logged, as it is read. named: sum and weight of each of the names."""
+        self._named_bytes += 2 * len(self.names) * self.sums.itemsize
         pairs = zip(self.names, named[::2], named[1::2], strict=False)
         return {name: _mean(total, weight) for name, total, weight in pairs if weight}
 
@@ -239,14 +235,10 @@ class Told:
         of_ranks = (num_ranks - 1).bit_length()
         bits = min(32, 52 - 2 * of_ranks)
         digest = hashlib.blake2b(array("d", rates).tobytes(), digest_size=8).digest()
-        self._said = asks, list(rates)
+        self.said = asks, list(rates)
         self._digest, self._num_ranks = int.from_bytes(digest, "little") % 2**bits, num_ranks
         self._asking = 2 ** (bits + of_ranks)
         self.value = asks * self._asking + self._digest
-
-    def is_of(self, asks: bool, rates: Sequence[float]) -> bool:
-        """Whether it says this."""
-        return self._said == (asks, list(rates))
 
     def answered(self, total: float) -> tuple[bool, bool]:
         """Whether some rank asks, and whether some have other rates than this one. total: of all ranks' values."""

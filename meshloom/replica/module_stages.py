@@ -67,6 +67,7 @@ class ModuleStages(Stages):
         self._runs: dict[int, PipelineRun] = {}  # by number of chunks
         self._run: PipelineRun | None = None  # of the step
         self._leaves: list[str] = []
+        self.keys_draws = False  # of modules, or of leaves alone
         self.rows = GatheredRows(plan, context, updates=updates, meet=self._meet)
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> None:
@@ -78,6 +79,7 @@ class ModuleStages(Stages):
                 "Use zero=2, or leave torch.compile out."
             )
         self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
+        self.keys_draws = bool(self._leaves or self._plan.keyed_draws)
 
     def take(self, model: nn.Module, shards: Shards) -> Statistics:
         self.model, plan = model, self._plan
@@ -142,7 +144,8 @@ class ModuleStages(Stages):
     def locate(self, chunks: Sequence[Chunk]) -> list[Any] | None:
         def loss_of(chunk: Chunk) -> Tensor:
             data = self.scope.data(chunk)
-            with self.scope.draws(chunk), self.drawing(chunk), self.rows.again():
+            drawing = self.drawing(chunk) if self.keys_draws else nullcontext()
+            with self.scope.draws(chunk), drawing, self.rows.again():
                 return as_sum(self._job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
 
         with self._held.computing("rerun", idle=not chunks):
@@ -152,17 +155,14 @@ class ModuleStages(Stages):
         return self.rows.expected_bytes()
 
     def drawing(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """The context of a chunk in which its module draws; programs key their draws themselves."""
-        if not (self._leaves or self._plan.keyed_draws):
-            return nullcontext()
+        """The context of a chunk in which its module draws, where draws have keys; programs key theirs themselves."""
         around = ExitStack()
         around.enter_context(leaves_in(self.model, self._leaves))
         if self._plan.keyed_draws:
             if not self._plan.compiles:
                 around.enter_context(uncompiled())
                 around.enter_context(bilinear_unwatched())
-            rows = self.scope.key_of(chunk)[1]
-            around.enter_context(KeyedDraws(rows, compiled=self._plan.compiles))
+            around.enter_context(KeyedDraws(self.scope.rows(chunk), compiled=self._plan.compiles))
         return around
 
     def _run_of(self, num_chunks: int) -> PipelineRun:
@@ -209,7 +209,8 @@ class ModuleStage(StageRun):
         data = of.scope.data(chunk)
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
-            entered.enter_context(of.drawing(chunk))
+            if of.keys_draws:
+                entered.enter_context(of.drawing(chunk))
             logged: dict[str, Any] = {}
             entered.enter_context(answered_by(gather=of.rows.answer, log=logged))
             if of.rows.may_wait:
@@ -222,7 +223,6 @@ class ModuleStage(StageRun):
 
     def backward(self, microbatch: int) -> Mapping[str, Tensor]:
         with self._entered:
-            self._exchange.begin_chunk()
             root, self._root = self._root, None
             torch.autograd.backward(root)  # pyright: ignore[reportArgumentType]
             self._exchange.end_chunk()

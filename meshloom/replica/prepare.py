@@ -99,7 +99,7 @@ def prepare(replica: Replica) -> None:
     with timings.of("building the model"):
         start.finish()
     if replica.updates and plan.mesh.size > 1:
-        replica.rates = replica.updater.learning_rates
+        replica.sums.rates = replica.updater.learning_rates
     replica.undo.enter_context(engine.connect(replica.exchange))
     attach(replica, frozen)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -89,8 +89,6 @@ class Replica:
         self.job, self.plan, self.context, self.dtype, self.files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
-        # whether this rank asks for something between steps (to stop), if ranks agree on that
-        self.asks: Callable[[], bool] | None = None
         self.attached = Attachments()
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
@@ -123,7 +121,6 @@ class Replica:
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
         self.inner = plan  # what its parts run under
-        self.rates: Callable[[], Sequence[float]] | None = None  # which ranks must have alike
         self.engine: Engine
         self.scope: ChunkScope
         self.copied = Traffic()  # at the start
@@ -145,7 +142,7 @@ class Replica:
         shape = self.engine.shape(filled, chunks[0].batch)
         self.exchange.begin(shape)
         self.evaluations += 1
-        self.sums.begin(self.asks, self.rates)
+        self.sums.begin()
         doing = self.context.activity
         doing.enter("preparing", step)
         with self.modes.training(), ExitStack() as around:
@@ -164,7 +161,7 @@ class Replica:
             gradients = self.exchange.finish(self.sums.divisor(chunks[0].batch))
             for change in at.synced:
                 gradients = change(step, gradients)
-        total, weight = self.sums.result()
+        total, weight = self.sums.total, self.sums.weight
         if self.sums.are_unlike:
             step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
         if self.sums.unknown:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
-from meshloom.exchange.exchange import Ownership
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.guards import Guards
@@ -134,93 +133,93 @@ class SharedWriteError(TrainingError):
     of a host have, and with copies of their own each replica writes its own."""
 
 
-def chunk_writes(
-    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan, *, runs_modules: bool
-) -> ChunkWrites | None:
-    """Of one rank; None: nothing that runs under the plan can write parameters of it. runs_modules: as of `Stages`."""
-    # values of units (zero=3) are looked at where ranks let go of them
-    in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
-    moving = runs_modules and not (in_units or one_copy)
-    if not (frozen or one_copy or moving):
-        return None
-    alone = in_units or plan.num_chunks == 1
-    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving)
+def check_frozen(frozen: NamedParameters) -> None:
+    """Raise `TrainingError` for a parameter that was frozen when the replica was built and is not now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise TrainingError(
+                f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
+            )
 
 
-class ChunkWrites:
-    """Of one rank.
+class OwnMemory:
+    """What a forward gives other memory (`.data = ...`) has its own again, with the values. trained: to which forwards may give other."""
 
-    frozen: parameters that nothing trains and that count as no buffers. alone: whether a chunk may write them, as there is no other.
-    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory.
-    """
-
-    def __init__(
-        self, frozen: NamedParameters, trained: NamedParameters, *, alone: bool, one_copy: bool, moving: bool
-    ) -> None:
-        self._frozen = frozen
-        self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
-        self._first_looks = FIRST_LOOKS if frozen else 0
-        self._moving = [each for _, each in trained] if moving else []
+    def __init__(self, trained: NamedParameters) -> None:
+        self._parameters = [each for _, each in trained]
         self._places, self._memory = list[int](), list[Tensor]()  # of these, as the step found them
-        self._since_update: list[tuple[int, int]] = []  # of the one copy
-        self._steps = 0
-        self._written: str | None = None  # in the one copy
 
     @contextmanager
     def chunks(self, step: int) -> Iterator[None]:
-        """A context for a step's chunks. Raises `TrainingError` for a parameter that was frozen when the replica was built and
-        is not now, and `JobError` for one that is, and is written."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise TrainingError(
-                    f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
-                )
-        before = self._since_update or list(map(_counted, self._watched))
-        looks = self._steps < self._first_looks or self._steps % LOOK_EVERY == 0
-        seen = ParameterWrites(self._watched) if self._watched and looks else None
-        self._steps += 1
-        with self._memory_kept() if self._moving else nullcontext():
-            yield
-        self._written = None
-        if seen or before != list(map(_counted, self._watched)):
-            self._note_written(before, seen)
-
-    @contextmanager
-    def _memory_kept(self) -> Iterator[None]:
-        """What a forward gives other memory (`.data = ...`) has its own again, with the values."""
-        places = [each.data_ptr() for each in self._moving]
+        """A context for a step's chunks."""
+        places = [each.data_ptr() for each in self._parameters]
         if places != self._places:
-            self._places, self._memory = places, [each.data for each in self._moving]
+            self._places, self._memory = places, [each.data for each in self._parameters]
         yield
-        for parameter, memory, place in zip(self._moving, self._memory, places, strict=True):
+        for parameter, memory, place in zip(self._parameters, self._memory, places, strict=True):
             if parameter.data_ptr() != place:
                 memory.copy_(parameter.data)
                 parameter.data = memory
+
+
+class ChunkWrites:
+    """Parameters of one rank that no chunk may write.
+
+    frozen: those that nothing trains and that count as no buffers. of_copy: those of which replicas have one copy. world: all ranks, which are told
+    of a write to that copy in the first step; None: they do not wait for it.
+    """
+
+    def __init__(self, frozen: NamedParameters, of_copy: NamedParameters, world: Group | None) -> None:
+        self._frozen, self._world = dict(frozen), world
+        self._watched = [*frozen, *of_copy]
+        self._first_looks = FIRST_LOOKS if frozen else 0
+        self._since_update: list[tuple[int, int]] = []  # of the one copy
+        self._steps = 0
+        self._written: str | None = None  # in the one copy, in the first step
+
+    @contextmanager
+    def chunks(self, step: int) -> Iterator[None]:
+        """A context for a step's chunks. Raises `JobError` for a frozen parameter that is written, and `TrainingError` for one of the one copy."""
+        before = self._since_update or list(map(_counted, self._watched))
+        looks = self._steps < self._first_looks or self._steps % LOOK_EVERY == 0
+        seen = ParameterWrites(self._watched) if looks else None
+        self._steps += 1
+        yield
+        if seen or before != list(map(_counted, self._watched)):
+            self._note_written(before, seen)
 
     def _note_written(self, before: Sequence[tuple[int, int]], seen: ParameterWrites | None) -> None:
         pairs = zip(self._watched, before, map(_counted, self._watched), strict=True)
         written = [name for (name, _), was, is_now in pairs if was != is_now]
         written += seen.names() if seen else []
-        if untrained := [name for name in dict.fromkeys(written) if name in dict(self._frozen)]:
+        if untrained := [name for name in dict.fromkeys(written) if name in self._frozen]:
             raise untrained_write(untrained)
         self._written = next(iter(written), None)
+        if self._written is not None and not (self._world and self._steps == 1):
+            raise _copy_written(TrainingError, self._written)
 
-    def check_copy(self, world: Group | None, step: int, gradients: Averaged) -> Averaged:
-        """Raise an error if the one copy was written: in the first step, before any update, `SharedWriteError` on all ranks of `world`."""
-        told = world if self._steps == 1 else None
-        everyone: list[str | None] = collect(told, self._written) if told else [self._written]
-        name = next(filter(None, everyone), None)
-        if name is not None:
-            raise (SharedWriteError if told else TrainingError)(
-                f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
-                "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo "
-                "(--transport gloo), where every replica has a copy of its own."
-            )
+    def check_copy(self, step: int, gradients: Averaged) -> Averaged:
+        """In the first step, before any update: raise `SharedWriteError` on all ranks if the one copy was written on one."""
+        if self._world and self._steps == 1:
+            self._check_all(self._world)
         return gradients
+
+    def _check_all(self, world: Group) -> None:
+        name = next(filter(None, collect(world, self._written)), None)
+        if name is not None:
+            raise _copy_written(SharedWriteError, name)
 
     def updated(self, found: object) -> None:
         """All ranks have updated the one copy."""
         self._since_update = list(map(_counted, self._watched))
+
+
+def _copy_written(kind: type[TrainingError], name: str) -> TrainingError:
+    return kind(
+        f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
+        "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo "
+        "(--transport gloo), where every replica has a copy of its own."
+    )
 
 
 def _counted(named: tuple[str, nn.Parameter]) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class SynchronousRun:
             first = self.replicas.first
             for replica in self.replicas.all:
                 # to stop; or for all to know that it could not save in the background
-                replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
+                replica.sums.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
             self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
             self.replicas.prepare(overcommit=overcommit, cache=cache)
@@ -184,9 +184,7 @@ class SynchronousRun:
         for follow in self._after:
             follow(result)
         if is_first or is_last or done % CHECK_EVERY == 0:
-            self._tell_notes()
-        if is_last and (told := replicas.first.engine.stages.readings):
-            self._listener.note(told)
+            self._tell_notes(last=is_last)
         return result.loss
 
     def evaluate(self, *, due: bool = True) -> dict[str, float]:
@@ -282,9 +280,11 @@ class SynchronousRun:
                 self._measurement.after_step(done, self._steps)
         replicas.enter("between steps", done)
 
-    def _tell_notes(self) -> None:
-        """What forwards have written, and the like, since it was told last."""
+    def _tell_notes(self, *, last: bool = False) -> None:
+        """What forwards have written, and the like, since it was told last. last: and what was captured in all of the run."""
         _tell(self._listener, self.replicas.together(take_notes)[0])
+        if last and (told := self.replicas.first.engine.stages.readings):
+            self._listener.note(told)
 
     def _progress(self) -> Progress:
         memory, saving = self._world.memory_bytes(), self._checkpoints.written_share

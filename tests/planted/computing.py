@@ -30,10 +30,10 @@ from tests.planted.bugs import Patch, bug, wrap
 def replicas_draw_alike(patch: Patch) -> None:
     """Chunks are seeded by their number within the replica, so that all replicas have the same masks."""
 
-    def key(right: Any, self: ChunkScope, chunk: Any) -> Any:
-        return chunk.index % self._plan.microbatches, None
+    def moment(right: Any, self: ChunkScope, chunk: Any) -> Any:
+        return right(self, chunk._replace(index=chunk.index % self._plan.microbatches))
 
-    wrap(patch, ChunkScope, "key_of", key)
+    wrap(patch, ChunkScope, "moment", moment)
 
 
 @bug(

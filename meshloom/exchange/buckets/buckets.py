@@ -125,8 +125,8 @@ class GradientBuckets:
         self._order = list(range(len(self.buckets)))
         self._completed: list[int] = []  # as observed in this step's last chunk
         self._next = 0
-        self._left, self._last_chunk = 0, False  # chunks of this step whose backward has not begun
-        self._order_shared = False
+        self._left = 0  # chunks of this step whose backward has not ended
+        self.order_is_shared = False
 
     def begin(self, shape: StepShape) -> None:
         """Discards all gradients; buckets are not written before one arrives."""
@@ -136,15 +136,11 @@ class GradientBuckets:
                 entry.arrived = entry.counted = False
                 entry.parameter.grad = None
         self._completed, self._next = [], 0
-        self._left, self._last_chunk = shape.chunks or 0, shape.chunks is None
-
-    def begin_chunk(self) -> None:
-        """From the last one on complete buckets may start."""
-        self._left -= 1
-        self._last_chunk = not self._left
+        self._left = shape.chunks or 1  # a pipeline's end as one
 
     def end_chunk(self) -> None:
-        """Not before the last chunk has ended is anything sent that backward has not completed."""
+        """In the last one complete buckets may start."""
+        self._left -= 1
 
     def buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The parameter's place in its bucket; None if it has none, or the bucket has been sent."""
@@ -173,7 +169,7 @@ class GradientBuckets:
                     view.copy_(gradient)
                 parameter.grad = None
                 entry.arrived = True
-            if self._last_chunk and entry.arrived and not entry.counted:
+            if self._left <= 1 and entry.arrived and not entry.counted:
                 entry.counted = True
                 bucket.missing -= 1
                 if not bucket.missing:
@@ -195,9 +191,7 @@ class GradientBuckets:
 
     def share_order(self, group: Group) -> None:
         """After the first step, once: adopts the order in which rank 0's backward completed the buckets."""
-        if self._order_shared:
-            return
-        self._order_shared = True
+        self.order_is_shared = True
         order = [
             *self._completed,
             *(index for index in range(len(self.buckets)) if index not in self._completed),

@@ -40,7 +40,7 @@ class ErrorFeedback:
         for work in works:
             work.wait()
         self._used = [
-            used_anywhere((entry.arrived for entry in bucket.entries), bucket.flat[bucket.length :])
+            used_anywhere([entry.arrived for entry in bucket.entries], bucket.flat[bucket.length :])
             for bucket in buckets
         ]
         for index, bucket in enumerate(buckets):

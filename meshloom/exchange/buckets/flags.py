@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,10 +15,7 @@ def set_flags(flags: Tensor, arrived: Sequence[bool]) -> None:
             flags[number] = 0
 
 
-def used_anywhere(arrived: Iterable[bool], flags: Tensor) -> list[bool]:
+def used_anywhere(arrived: list[bool], flags: Tensor) -> list[bool]:
     """Whether each was used on some rank. arrived: whether on this one. flags [n]: over all ranks, with other numbers
     than 0 where one has used it; they are read, and waited for, only if something has not arrived here."""
-    here = list(arrived)
-    if all(here):
-        return here
-    return [bool(each) for each in flags.tolist()]
+    return arrived if all(arrived) else [bool(each) for each in flags.tolist()]

@@ -66,14 +66,14 @@ class ScatteredBuckets:
         for number, part in enumerate(group_parameters(named, bucket_bytes, replicated, late)):
             self._add_bucket(number, part, rounds, part[0][0] in late)
         self._rounds = RoundsUnderWay(self.buckets, group, windows, bucket_bytes, self._travelling)
-        self._chunk: int | None = None  # chunks that have begun, less one; None: the caller does not say
+        self._chunk: int | None = None  # chunks that have ended; None: the caller does not say
         self._order = [
             each.number for round_ in range(rounds) for each in self.buckets if round_ < each.rounds
         ]
         self._completed: list[int] = []  # as observed in this step
         self._next = 0
-        self._left = 0  # chunks of this step whose backward has not begun
-        self._order_shared = False
+        self._left = 0  # chunks of this step whose backward has not ended
+        self.order_is_shared = False
 
     def begin(self, shape: StepShape) -> None:
         """Discards all gradients."""
@@ -84,20 +84,18 @@ class ScatteredBuckets:
                 place.chunks, place.filled, place.entry.arrived = 0, False, False
                 place.entry.parameter.grad = None
             bucket.count()
-        self._completed, self._next, self._chunk, self._left = [], 0, None, shape.chunks or 0
-
-    def begin_chunk(self) -> None:
-        """What is reported as ready until `end_chunk` is of one chunk."""
-        self._chunk = 0 if self._chunk is None else self._chunk + 1
-        self._left -= 1
+        self._completed, self._next = [], 0
+        self._chunk, self._left = 0 if shape.chunks else None, shape.chunks or 1
 
     def end_chunk(self) -> None:
         """The chunk's round of all buckets starts; after the last chunk all other rounds, with gradients that
         were not reported as ready. Those without gradient are zero."""
         if self._chunk is not None:
+            self._chunk += 1
             for place in self._place.values():
-                self._count(place, self._chunk + 1)
+                self._count(place, self._chunk)
             self._start_complete(rest=True)
+        self._left -= 1
         if not self._left:
             self._start_all()
 
@@ -119,7 +117,7 @@ class ScatteredBuckets:
 
     def hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         """What moves `parameter.grad`, if there is one, into its bucket. The chunk's gradient is then
-        complete; after `begin_chunk`, only if there is one."""
+        complete; where chunks end one after another, only if there is one."""
         return partial(self._ready, self._place[id(parameter)])
 
     def _ready(self, place: BucketPlace, parameter: nn.Parameter) -> None:
@@ -127,7 +125,8 @@ class ScatteredBuckets:
         if self._chunk is not None and not self._overlap:
             return
         if has_gradient:
-            if place.bucket.sent >= (place.bucket.rounds if self._chunk is None else self._chunk + 1):
+            rounds = place.bucket.rounds
+            if place.bucket.sent >= (rounds if self._chunk is None else min(rounds, self._chunk + 1)):
                 raise arrived_again(place.entry)
             self._move(place)
         if self._chunk is None:
@@ -143,9 +142,7 @@ class ScatteredBuckets:
 
     def share_order(self, group: Group) -> None:
         """After the first step, once: adopts the order in which rank 0's backward completed the rounds."""
-        if self._order_shared:
-            return
-        self._order_shared = True
+        self.order_is_shared = True
         order, rest = list(self._completed), list(self._order)
         for number in order:
             rest.remove(number)

@@ -101,8 +101,9 @@ class Microbatches:
             return {}
         (known, batches, finish, around), self._step = self._step, None
         self._readiness = known.readiness
+        known.readiness.begin()
         try:
-            return self._run(known.run, batches, finish, around, listeners)
+            return self._run(known.run, batches, finish, around, [known.readiness, *listeners])
         finally:
             self._readiness = None
 
@@ -133,7 +134,9 @@ class Microbatches:
         buffers, fresh = _with_buffers_anew(self._buffers, around)
         crossings = [_crossings(self._programs.stages(each), False) for each in keys]
         others = _others_between(of_all, schedule, self._pp.rank)
-        run = PipelineRun(schedule, self._pp, known.stages, crossings, self._device, of_others=others)
+        run = PipelineRun(
+            schedule, self._pp, known.stages, crossings, self._device, meet=self._meet, of_others=others
+        )
         with ExitStack() as watching, torch.no_grad():
             for number, stage in known.stages.items():
                 watching.enter_context(stage.watched(partial(visit, number), buffers))
@@ -149,7 +152,7 @@ class Microbatches:
     ) -> Sent:  # fmt: skip
         self._batches, self._finish, self._around = batches, finish, around
         try:
-            run.run(listeners, self._meet)
+            run.run(listeners)
         finally:
             self._batches = ()
         return run.sent
@@ -192,7 +195,7 @@ class Microbatches:
             each_microbatch=self._each_microbatch,
         )
         run = PipelineRun(
-            schedule, self._pp, runs, crossings, self._device, of_others=others, readiness=readiness, sent={"pp": {"send": over_pp}, "tp": over_tp}
+            schedule, self._pp, runs, crossings, self._device, meet=self._meet, of_others=others, sent={"pp": {"send": over_pp}, "tp": over_tp}
         )  # fmt: skip
         return _Known(run=run, stages=runs, readiness=readiness)
 

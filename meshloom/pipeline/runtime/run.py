@@ -18,7 +18,6 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.core.mesh import Axis
-from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, Step, message_of, steps_of
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
@@ -45,8 +44,8 @@ class PipelineRun:
 
     group: the ranks along pp. stages: this rank's, by number.
     crossings: [microbatch], the values exchanged between stages, for its shapes.
-    of_others: how many actions only other replicas have before each of this rank's actions, and at the end.
-    readiness: knows when gradients are complete; None: autograd does. sent: by a run.
+    meet: called after each action, also for those of other replicas alone; None: replicas do not meet. of_others: how many actions only
+        other replicas have before each of this rank's actions, and at the end. sent: by a run.
     """
 
     def __init__(
@@ -56,41 +55,41 @@ class PipelineRun:
         stages: Mapping[int, StageRun],
         crossings: Sequence[Sequence[Crossing]],
         device: torch.device,
-        of_others: Sequence[int] = (),
         *,
-        readiness: Readiness | None = None,
+        meet: Callable[[], None] | None = None,
+        of_others: Sequence[int] = (),
         sent: Sent | None = None,
     ) -> None:
         self._group = group
-        self._readiness, self.sent = readiness, sent or {}
-        self._of_others = of_others
+        self.sent = sent or {}
         self._ranks = schedule.ranks
         self._stages = stages
         self._device = device
         self.actions = schedule.actions[group.rank]
         self._values = _values_of(crossings, schedule)
+        steps = _steps(schedule, tuple(_edges(crossings)))[group.rank]
+        passed, *after = of_others or [0] * (len(steps) + 1)
+        # what is called before the first action, and after each
+        self._first = [meet] * passed if meet else []
+        meets = [[meet] * (1 + number) if meet else [] for number in after]
         self._steps = [
-            (step, _body(step.action, stages))
-            for step in _steps(schedule, tuple(_edges(crossings)))[group.rank]
+            (step, _body(step.action, stages), each) for step, each in zip(steps, meets, strict=True)
         ]
 
-    def run(self, listeners: Sequence[ActionListener] = (), meet: Callable[[], None] | None = None) -> None:
-        """Runs all actions in order. meet: called after each action, also for those of other replicas alone."""
-        if self._readiness:
-            self._readiness.begin()
-            listeners = [self._readiness, *listeners]
+    def run(self, listeners: Sequence[ActionListener] = ()) -> None:
+        """Runs all actions in order."""
         try:
-            self._run(listeners, meet)
+            self._run(listeners)
         finally:
             for stage in self._stages.values():
                 stage.clear()
 
-    def _run(self, listeners: Sequence[ActionListener], meet: Callable[[], None] | None) -> None:
+    def _run(self, listeners: Sequence[ActionListener]) -> None:
         receiving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
-        for number, (step, body) in enumerate(self._steps):
-            if meet:
-                self._pass_over(number, meet)
+        for meet in self._first:
+            meet()
+        for step, body, meets in self._steps:
             for message in step.receives:
                 receiving[message] = self._receive(message)
             for message in step.awaits:
@@ -113,17 +112,10 @@ class PipelineRun:
             del produced  # what was sent ends with its send
             while sending and sending[0][0].is_finished():
                 sending.popleft()[0].wait()
-            if meet:
+            for meet in meets:
                 meet()
-        if meet:
-            self._pass_over(len(self._steps), meet)
         while sending:
             sending.popleft()[0].wait()
-
-    def _pass_over(self, number: int, meet: Callable[[], None]) -> None:
-        if self._of_others:
-            for _ in range(self._of_others[number]):
-                meet()
 
     def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]
