@@ -95,14 +95,15 @@ def _train_on_processes(
 
     settings = settings_of(arguments, job)
     with ExitStack() as stack:
-        log = stack.enter_context(
-            TrainingLog(settings.out, reports=True, goes_on=settings.resume is not None)
-        )
-        listener = log.beside(listener)
+        log: TrainingLog | None = None
+        if settings.out is not None:
+            log = stack.enter_context(TrainingLog(settings.out, goes_on=settings.resume is not None))
+            listener = log.beside(listener)
         run = stack.enter_context(
             closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words))
         )
-        log.start(job, plan, WhereItRuns("cpu", why), [], steps=settings.steps, step=run.next_step)
+        if log:
+            log.start(job, plan, WhereItRuns("cpu", why), [], steps=settings.steps, step=run.next_step)
         listener.started(f"plan {plan} on {why}")
         start = RunStart(
             job=job, plan=plan, model=type(run.model).__name__, parameters=_elements(run.model), steps=settings.steps, step=run.next_step,

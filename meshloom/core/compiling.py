@@ -40,14 +40,14 @@ def complete_compile(value: object) -> object:
 
 
 def check_compile(plan: CompileSettings) -> None:
-    """Raise `PlanError` for values that `compile` cannot have, alone or with other settings."""
+    """Raise `PlanError` for values other than none that `compile` cannot have, alone or with other settings."""
     if plan.compile == GRAPHS:
         raise PlanError(
             "compile=graphs would replay steps as CUDA graphs, which is not built: only a GPU can show that what it replays reads and writes the right memory. "
             "Use compile=true."
         )
     check_known("compile", plan.compile, COMPILE)
-    if plan.compile != "none" and plan.exchange == "async":
+    if plan.exchange == "async":
         raise PlanError(
             "compile=true compiles what replicas compute that take steps together, and exchange=async has workers. Use another exchange, or compile=none."
         )

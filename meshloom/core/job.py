@@ -242,7 +242,8 @@ class Job:
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
-        check_rules(self.buffers)
+        if self.buffers != {}:
+            check_rules(self.buffers)
         _check_weights(self)
         _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')
         _check_modules("leaves", self.leaves, '[Router] or leaves=["blocks.3.router"]')

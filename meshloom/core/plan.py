@@ -248,7 +248,8 @@ def _take_types(plan: Plan) -> None:
     """Settings as they may come from JSON get their own types. Raises `PlanError` for those that cannot."""
     if isinstance(plan.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         object.__setattr__(plan, "tp_placements", Pairs(plan.tp_placements))
-    object.__setattr__(plan, "compile", complete_compile(plan.compile))
+    if plan.compile != "none":
+        object.__setattr__(plan, "compile", complete_compile(plan.compile))
     if isinstance(plan.cuts, list):
         object.__setattr__(plan, "cuts", tuple(plan.cuts))
     for name, default in DEFAULTS.items():
@@ -264,7 +265,8 @@ def _check_computation(plan: Plan) -> None:
     if plan.memory_bytes < 0:
         raise PlanError(f"memory_bytes={plan.memory_bytes} must be 0 (no limit) or more.")
     check_zero(plan.zero, plan.zero_within, plan.dp)
-    check_compile(plan)
+    if plan.compile != "none":
+        check_compile(plan)
     for pattern, placement in plan.tp_placements.items():
         check_placement(pattern, placement)
     if plan.tp_placements and plan.tp == 1:

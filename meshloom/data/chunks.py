@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,11 +27,10 @@ class Chunk(NamedTuple):
     data: Any
 
 
-@dataclass(frozen=True)
-class ChunkRange:
+class ChunkRange(NamedTuple):
     """A chunk without its data: samples `start` to `stop` of its batch are chunk `index`."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     start: int
     stop: int
 

@@ -89,7 +89,8 @@ def assign_parts(
             mine = {names[id(each)]: each for each in parameters if names[id(each)] in local}
             full |= mine
             everywhere |= mine.keys() if reach == "optimizer" else set()
-    keepers = _keepers({name: each.numel() for name, each in full.items()}, everywhere, shards, num_owners)
+    sizes = {name: each.numel() for name, each in full.items()}
+    keepers = _keepers(sizes, everywhere, shards, num_owners) if full else {}
     targets: list[nn.Parameter | None] = [None] * len(ownership.owned)
     kept: list[nn.Parameter] = []
 

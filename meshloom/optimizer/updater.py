@@ -111,6 +111,11 @@ class Updater:
             user, [*self._by_steps, *self.by_metric], self.updated, self._device, self._offloaded
         )
 
+    def take_masters(self, masters: Masters) -> None:
+        """From now on these are updated in place of parameters, which get their values."""
+        self.masters, self.state.masters = masters, masters.held
+        self._give_back.append(masters.publish)
+
     def open(self, files: Path | None) -> None:
         """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises
         `PlanError` if there is no room."""
@@ -137,9 +142,8 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
         """
-        masters = self.masters
         before = [(target, target.grad) for target in self._theirs]
-        norm = self._take(masters.raised(gradients) if masters else gradients)
+        norm = self._take(self.masters.raised(gradients) if self.masters else gradients)
         if not skip:
             with _scaled(self._optimizers, rate) if rate != 1.0 else nullcontext():
                 for optimizer in self._optimizers:
@@ -153,8 +157,6 @@ class Updater:
             target.grad = None
         for give_back in self._give_back:
             give_back()
-        if masters:
-            masters.publish()
         for scheduler in self._by_steps if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return None if skip else norm

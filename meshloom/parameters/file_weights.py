@@ -148,8 +148,6 @@ def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
 def agree_on_weights(job: Job, model: nn.Module, group: Group) -> FileWeights | None:
     """`match_weights` on all ranks, which raise the same error. Raises `WeightsError` if their files
     differ."""
-    if job.weights is None:
-        return None
     found: list[FileWeights | None] = []
     check_together(group, lambda: found.append(match_weights(job, model)))
     agree(

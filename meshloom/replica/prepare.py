@@ -59,7 +59,7 @@ def prepare(replica: Replica) -> None:
     timings, whole, tables = replica.timings, replica.named, sparse_tables(replica.model)
     with timings.of("copying values"):  # includes waiting for ranks that build more slowly
         agree(context.world, facts(job, plan, model))
-        weights = agree_on_weights(job, model, context.world)
+        weights = agree_on_weights(job, model, context.world) if job.weights is not None else None
         stages = _stages_of(replica)
         replica.copied += start.settle(weights, fixed=stages.fixes_attributes)
         if stages.fixes_attributes:
@@ -76,7 +76,7 @@ def prepare(replica: Replica) -> None:
     replica.told += weights.notes if weights and replica.dtype is None else ()
     replica.named, frozen = engine.parameters, frozen_parameters(model)
     with timings.of("optimizer and buffers"):
-        values = master_values(context, start)
+        values = master_values(context, start, start.exact) if start.exact else None
         made: UserOptimizers | None = None
         if replica.updates:
             made = (values or start).given(

@@ -85,7 +85,10 @@ class Replica:
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
-        self.timings, job = timings or Timings(), lowered(in_precision(job, plan), plan, dtype)
+        self.timings, exact = timings or Timings(), None
+        if plan.precision != "float32":
+            job = lowered(in_precision(job, plan), plan, dtype)
+            exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
         self.job, self.plan, self.context, self.dtype, self.files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
@@ -96,7 +99,6 @@ class Replica:
         self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
         self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
             self.start = StartingModel(
                 job,
                 plan,

@@ -63,9 +63,9 @@ def check_consistent(replica: Replica) -> None:
         )
 
 
-def check_saved(model: nn.Module, out: Path | None) -> None:
-    """Raises `CheckpointError`, before the first step, where a checkpoint in `out` cannot hold the model's `state_dict`."""
-    if out is not None and (why := why_not_saved(model)):
+def check_saved(model: nn.Module) -> None:
+    """Raises `CheckpointError`, before the first step of a run that saves, where a checkpoint cannot hold the model's `state_dict`."""
+    if why := why_not_saved(model):
         raise CheckpointError(f"{why}. Or train without out=.")
 
 

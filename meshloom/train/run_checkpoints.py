@@ -74,7 +74,6 @@ class RunCheckpoints:
         self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
         self._written = SavedShare()
-        self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
@@ -86,11 +85,14 @@ class RunCheckpoints:
         elif self._background and in_file:
             listener.note(IN_FILE)
         self._background &= self._one_host and not in_file
+        self._memory: dict[int, CopyMemory] = {}  # by rank
         for replica in replicas.all if self._background else ():
+            self._memory[replica.context.rank] = CopyMemory()
             replica.attached.chunks_done.append(
                 lambda samples, rank=replica.context.rank: self._finish_copy(rank)
             )
-        check_saved(replicas.first.model, out)
+        if out is not None:
+            check_saved(replicas.first.model)
         # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)

@@ -108,7 +108,8 @@ class Trainer:
         )  # fmt: skip
         self.job, self.plan = job, _plan(plan)
         self.plan.check_batch(job.batch_size)
-        check_exchange(job, self.plan)
+        if job.evaluate:
+            check_exchange(job, self.plan)
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.listener = _one_listener(listener)
@@ -134,8 +135,10 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
-            log = TrainingLog(self.out, reports=self.world.main, goes_on=earlier is not None)
-            self.listener = building.enter_context(log).beside(self.listener)
+            log: TrainingLog | None = None
+            if self.out is not None and self.world.main:
+                log = building.enter_context(TrainingLog(self.out, goes_on=earlier is not None))
+                self.listener = log.beside(self.listener)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
@@ -151,7 +154,8 @@ class Trainer:
                 )  # fmt: skip
                 self._run = self._opened(listener=self.listener, share=share)
             building.callback(self._run.close)
-            log.start(job, self.plan, WhereItRuns(self.world.kind, self.world.why), self.replicas, steps=self.steps, step=self.next_step)  # fmt: skip
+            if log:
+                log.start(job, self.plan, WhereItRuns(self.world.kind, self.world.why), self.replicas, steps=self.steps, step=self.next_step)  # fmt: skip
             self._stack = building.pop_all()
 
     @property
@@ -272,6 +276,8 @@ def _plan(plan: Plan | str | None) -> Plan:
 
 def _tell_of_emulation(plan: Plan, world: World, listener: Listener) -> None:
     """Before what would be slow."""
+    if plan.precision == "float32":
+        return
     note = emulation_note(plan.precision, [each.device for each in world.local])
     if note and world.main:
         listener.note(note)

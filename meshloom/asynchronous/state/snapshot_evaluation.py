@@ -39,7 +39,8 @@ class Inspection:
     def try_out(self) -> None:
         """Check that `out` can have the model, and that no checkpoint there is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
-        check_saved(self.model, settings.out)
+        if settings.out is not None:
+            check_saved(self.model)
         self._replaced = open_directory(
             settings.out, group, resume=settings.resume, overwrite=settings.overwrite
         )

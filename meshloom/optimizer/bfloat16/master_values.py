@@ -27,11 +27,9 @@ from meshloom.telemetry.traffic import Traffic
 T = TypeVar("T")
 
 
-def master_values(context: RankContext, start: StartingModel) -> MasterValues | None:
-    """The values of masters, equal on all ranks; None: the plan has none. start: the lowered model."""
-    if start.exact is None:
-        return None
-    values = MasterValues(start.exact, context, start)
+def master_values(context: RankContext, start: StartingModel, exact: Job) -> MasterValues:
+    """The values of masters, equal on all ranks. start: the lowered model. exact: the job in its own precision."""
+    values = MasterValues(exact, context, start)
     values.settle()
     return values
 
@@ -60,7 +58,8 @@ class MasterValues:
         """What was built here has equal values on all ranks, those of the job's files if it has some."""
         if self._model is None:
             return
-        weights = agree_on_weights(self._job, self._model, self._context.world)
+        has_some = self._job.weights is not None
+        weights = agree_on_weights(self._job, self._model, self._context.world) if has_some else None
         self._copied = copy_from_first_rank(self._model, self._context, weights)
         if weights:
             weights.fill(self._model)

@@ -63,5 +63,5 @@ def open_updater(
         offload,
         scaled=scaled,
     )
-    updater.masters, updater.state.masters = masters, masters.held
+    updater.take_masters(masters)
     return updater

@@ -24,7 +24,7 @@ class HeldParameters:
         self, named: Mapping[str, nn.Parameter], exchange: Exchange, replicas: Group, *, in_programs: bool
     ) -> None:
         self.named, self._replicas, self._in_programs = named, replicas, in_programs
-        self.slices = slices_of(exchange)
+        self.slices = slices_of(exchange) if exchange.ownership.memory == "sliced" else None
         self.units = UnitAccess(self.slices.gathering, in_programs=in_programs) if self.slices else None
 
     def computing(self, kind: str, *, idle: bool) -> AbstractContextManager[None]:

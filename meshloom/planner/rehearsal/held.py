@@ -23,7 +23,8 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     whole = sum(each.nbytes for each in there.values())
     gradients, on_the_way = held_gradients(plan, trained, owned_names, replica.engine.late, one_copy=one_copy)
     full = 0
-    if (sliced := slices_of(exchange)) is not None:
+    sliced = slices_of(exchange) if exchange.ownership.memory == "sliced" else None
+    if sliced is not None:
         whole = sum(part.kept.nbytes for unit in sliced.units for part in unit.parts)
         full = _at_one_time([(unit.module is None, unit.parts) for unit in sliced.units])
         gradients = sum(part.kept.nbytes for unit in sliced.units for part in unit.trainable_parts)

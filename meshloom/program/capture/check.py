@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +37,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 _STEPS = (1, 998)  # the numbers of the steps that the batches are of
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The largest error of a program against eager, of the loss, a gradient or a buffer.
 
     what: where it is. telling: whether losses were finite, and each gradient was nonzero in some batch.
@@ -54,8 +52,7 @@ class DiffersError(CaptureError):
     """A program that computes other numbers than eager. path: the first module that does; None: unknown."""
 
 
-@dataclass(frozen=True)
-class _Ran:
+class _Ran(NamedTuple):
     """Results of a run of the loss. gradients: sketches, as full ones take the memory of another model."""
 
     outputs: list[Any]
@@ -89,6 +86,11 @@ def check_against_module(
         draws = any(node.num_draws for node in program.nodes)
         moved: dict[str, bool] = {}
         finite = True
+
+        def as_written(eager: Callable[[], _Ran], moment: Moment) -> _Ran:
+            with moment.entered(), leaves_in(model, program.opaque) if program.opaque else nullcontext():
+                return eager()
+
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
@@ -99,11 +101,9 @@ def check_against_module(
                 with attributes_put_back(model) if program.opaque else nullcontext(), moment.entered():
                     found = _program(program, parameters, mirror, batch, seed)
             except CODE_ERRORS:
-                with moment.entered(), leaves_in(model, program.opaque):
-                    eager()  # where the job's own code fails, with its line
+                as_written(eager, moment)  # where the job's own code fails, with its line
                 raise
-            with moment.entered(), leaves_in(model, program.opaque):
-                expected = eager()
+            expected = as_written(eager, moment)
             difference = _difference(found, expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
@@ -119,7 +119,7 @@ def check_against_module(
                 raise DiffersError(
                     f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAYS_OUT}"
                 ).at(path)
-    return replace(worst, telling=finite and all(moved.values()))
+    return worst._replace(telling=finite and all(moved.values()))
 
 
 def _parameters(model: nn.Module, written: Collection[str]) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ import enum
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -25,13 +25,12 @@ MISSING: Any = object()
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, numpy.generic, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class At:
+class At(NamedTuple):
     """An entry of a mapping or list, or an attribute."""
 
     owner: Any
     key: Any
-    is_entry: bool = field(default=False, kw_only=True)
+    is_entry: bool = False
 
     def read(self) -> Any:
         """Its value; `MISSING` if it has none."""
@@ -121,7 +120,7 @@ def check_step(values: Iterable[GuardedValue]) -> None:
     """Raise `TrainingError` if one has changed since the loss was captured."""
     for before in values:
         now = before.now()
-        if not before.equals(now):
+        if now is not before and not before.equals(now):
             raise TrainingError(
                 f"The loss reads {before.where}, which was {before.shown()} when the loss was captured and is {now.shown(before)} now. A program keeps what it "
                 "was, so the step was not made. Use meshloom.step() for what goes by the number of the step; other values belong into the batch (in collate), "

@@ -21,8 +21,6 @@ from meshloom.program.ir.program import Program
 
 def with_early_updates(program: Program) -> Program:
     """The same program, whose nodes compute the same values."""
-    if not program.updates:
-        return program
     return _without_late_ends(_beside_first_uses(program))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from meshloom.core.modules.packages import is_of_package, is_underneath
 
@@ -14,8 +14,7 @@ WAYS_OUT = f"Or move it into a function marked with @ml.leaf, or name its module
 _MOST_LETTERS = 120  # of a line's code in a sentence
 
 
-@dataclass(frozen=True)
-class SourceLine:
+class SourceLine(NamedTuple):
     """A line of source code."""
 
     file: str
@@ -31,8 +30,7 @@ class SourceLine:
         return f"{self.file}:{self.number}"
 
 
-@dataclass(frozen=True)
-class SourcePlace:
+class SourcePlace(NamedTuple):
     """Where something happened: the user's line, and the line of an installed package reached from it."""
 
     line: SourceLine | None

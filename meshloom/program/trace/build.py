@@ -79,7 +79,8 @@ def build(
         precision=precision,
         opaque=dict(opaque or {}),
     )
-    return with_early_updates(unfolded(program))
+    made = unfolded(program)
+    return with_early_updates(made) if made.updates else made
 
 
 def _variables(names_of: Any) -> dict[str, tuple[str, Tensor]]:

@@ -50,7 +50,7 @@ BUILT_IN: Rules = {
 def rules_with(texts: Mapping[str, str]) -> Rules:
     """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
     `CaptureError` for a text that is no factor map."""
-    return {**BUILT_IN, **user_rules(texts)}
+    return {**BUILT_IN, **user_rules(texts)} if texts else BUILT_IN
 
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:

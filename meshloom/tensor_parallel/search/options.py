@@ -36,7 +36,7 @@ class Options:
         num_ranks: int,
         *,
         held: Held | None,
-        pins: Pins,
+        pins: Pins | None,
     ) -> None:
         program = layout.program
         self.layout = layout
@@ -74,7 +74,7 @@ class Options:
                 if covers(axes, cut, self._numbers)
             ]
         if held is None:
-            return self._pins.allowed(value, options) if is_free else options
+            return self._pins.allowed(value, options) if is_free and self._pins else options
         options = [
             each
             for each in options

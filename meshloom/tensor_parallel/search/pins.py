@@ -81,8 +81,6 @@ class Pins:
 
     def way_out(self) -> str:
         """What the user can do if there is no division."""
-        if not self._pins:
-            return "Use tp=1."
         return f"The pins contradict each other: leave out one of {', '.join(f'{pattern}:{pin}' for pattern, pin in self._pins.items())}."
 
     def _match(self, pattern: str, pin: str) -> None:

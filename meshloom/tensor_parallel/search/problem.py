@@ -62,7 +62,7 @@ class Problem:
         self.share_blocks, self._sends_parameters = share_blocks, sends_parameters
         self.numbers = numbers_of(layout)
         self._cuts = cuts_by_axis(layout, self.numbers, num_ranks)
-        self._pins = Pins(layout, self.numbers, self._cuts, num_ranks, pins or {})
+        self._pins = Pins(layout, self.numbers, self._cuts, num_ranks, pins) if pins else None
         self._options = Options(layout, self.numbers, self._cuts, num_ranks, held=held, pins=self._pins)
         self._costs = DivisionCosts(layout, self.numbers, self._cuts, num_ranks, rates=rates, costs=costs)
         self.formulation = self._formulation()
@@ -70,9 +70,10 @@ class Problem:
         self.strategies = self.formulation.strategies
 
     def _formulation(self) -> Formulation:
+        marks = self._pins.marks if self._pins else {}
         for loops in (True, False) if self.share_blocks else ():
             with suppress(UnlikeBlocksError):  # equal blocks with unequal options
-                return self._formulated(repeats_of(self.layout, self.numbers, self._pins.marks, loops))
+                return self._formulated(repeats_of(self.layout, self.numbers, marks, loops))
         return self._formulated(Repeats())
 
     def _formulated(self, repeats: Repeats) -> Formulation:
@@ -92,7 +93,7 @@ class Problem:
         found = self._solution(memory_bytes)
         if found is None:
             raise InfeasibleError(
-                f"No division of this program over tp={self.num_ranks} satisfies the plan. {self._pins.way_out()}"
+                f"No division of this program over tp={self.num_ranks} satisfies the plan. {self._way_out()}"
             )
         decisions = self.formulation.decisions.options
         taken = {numbers[value] for numbers, value in zip(decisions, found.values, strict=True)}
@@ -103,6 +104,9 @@ class Problem:
             found.is_proved,
         )
 
+    def _way_out(self) -> str:
+        return self._pins.way_out() if self._pins else "Use tp=1."
+
     def _solution(self, memory_bytes: float | None) -> Combination | None:
         decisions, reshards = self.formulation.decisions, self.formulation.reshards
         seconds = [np.array([decisions.seconds[number] for number in row]) for row in decisions.options]
@@ -111,7 +115,7 @@ class Problem:
                 return cheapest(seconds, reshards, self._told)
             except OutOfTimeError:
                 raise PlanError(
-                    f"No division of this program over tp={self.num_ranks} that satisfies the plan was found in {SECONDS:.0f} s. {self._pins.way_out()}"
+                    f"No division of this program over tp={self.num_ranks} that satisfies the plan was found in {SECONDS:.0f} s. {self._way_out()}"
                 ) from None
         num_bytes = [np.array([decisions.num_bytes[number] for number in row]) for row in decisions.options]
         try:

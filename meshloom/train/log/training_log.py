@@ -16,19 +16,14 @@ from meshloom.train.log.run_start import WhereItRuns, division_values, memory_va
 
 
 class TrainingLog:
-    """In directory `out`; without one it is silent.
+    """In directory `out`, of the process that reports. goes_on: whether the run resumes an earlier one."""
 
-    reports: whether this process does; others are silent. goes_on: whether the run resumes an earlier one.
-    """
-
-    def __init__(self, out: Path | None, *, reports: bool, goes_on: bool) -> None:
+    def __init__(self, out: Path, *, goes_on: bool) -> None:
         self._replicas = list[Replica]()
-        self._log = RunLog(out, goes_on=goes_on) if out is not None and reports else None
+        self._log = RunLog(out, goes_on=goes_on)
 
     def beside(self, listener: Listener) -> Listener:
         """A listener that also writes what it hears."""
-        if self._log is None:
-            return listener
         log = self._log.listener()
         log.ended = self._end
         return all_of([log, listener])
@@ -45,8 +40,6 @@ class TrainingLog:
     ) -> None:
         """Once the run is ready. replicas: of this process. steps: of the whole run. step: those that were done before.
         Raises `ReportError`."""
-        if self._log is None:
-            return
         self._replicas = list(replicas)
         self._log.start(**start_values(job, plan, devices, steps=steps, step=step))
         if replicas:
@@ -56,11 +49,9 @@ class TrainingLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
     def _end(self, summary: Summary) -> None:
-        assert self._log is not None
         if self._replicas and summary.steps:
             self._log.write("memory", **memory_values(self._replicas[0]))
         self._log.end(summary)
