@@ -9,6 +9,11 @@ from meshloom.core.units import format_count
 from meshloom.replica.model_state import shown_names
 from meshloom.verify.scripts.script_comparison import ScriptComparison
 
+_REASONS = (
+    "; a mean over what only some samples have (unmasked tokens), a number of the share that goes on into training (loss.item()), a loss or a module "
+    "that lets samples interact, or what the loop draws alike on every replica, has this effect"
+)
+
 
 def verdict(
     plan: Plan, whole: ScriptComparison, copies: ScriptComparison | str | None, *, drew: bool, draws: bool, batch_norms: Sequence[str]
@@ -104,10 +109,9 @@ def _of_copies(plan: Plan, copies: ScriptComparison | str | None, *, explained: 
     if isinstance(copies, str):
         return [f"It was not compared with plain copies: {copies}."]
     if copies.equal:
-        why = "" if explained else "; a loss or a module that lets samples interact, or what the loop draws alike on every replica, has this effect"  # fmt: skip
         return [
             f"The plan does what dp={plan.dp} plain copies do, whose gradients are averaged: the loss over shares is not the loss over the whole "
-            f"batch{why}."
+            f"batch{'' if explained else _REASONS}."
         ]
     return [
         f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {copies.first}): {mistake}"
