@@ -36,11 +36,11 @@ LOOP = """for a, b in loader:
 """
 
 
-def adopted(script: Path, *, dim: int | None = 0, total: bool = False) -> AdoptedLines:
+def adopted(script: Path, *, dim: int | None = 0, **kwargs: bool) -> AdoptedLines:
     watch = Watch()
     with suppress(EnoughStepsError), watch:
         exec(compile(script.read_bytes(), str(script), "exec"), {"__name__": "__main__"})  # noqa: S102
-    return AdoptedLines(watch, [script], dim=dim, total=total)
+    return AdoptedLines(watch, [script], dim=dim, **kwargs)
 
 
 def added(before: str, after: str) -> list[str]:
@@ -49,10 +49,10 @@ def added(before: str, after: str) -> list[str]:
     return [each[2:].strip() for each in lines if each.startswith("+ ")]
 
 
-def lines_of(text: str, folder: Path, *, dim: int | None = 0, total: bool = False) -> list[str]:
+def lines_of(text: str, folder: Path, *, dim: int | None = 0, **kwargs: bool) -> list[str]:
     script = folder / "train.py"
     script.write_text(text)
-    (source,) = adopted(script, dim=dim, total=total).sources.values()
+    (source,) = adopted(script, dim=dim, **kwargs).sources.values()
     found = added(*source.texts())
     assert found[0].startswith("import meshloom")
     return found[1:]
@@ -334,6 +334,32 @@ optimizer.step()
             "c, base, other, b = ml.share((c, base, other, b))",
         ],
     ),
+    "states of recurrent layers beside rows of a text": (
+        """class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 1)
+    def forward(self, seen, states):
+        output, states = self.rnn(seen, states)
+        return self.head(output), states
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+series = torch.randn(6, 24, 3)
+for epoch in range(2):
+    states = torch.zeros(1, 6, 5), torch.zeros(1, 6, 5)
+    for i in range(0, 16, 8):
+        seen, wanted = series[:, i:i + 8], series[:, i + 1:i + 9, :1]
+        states = [each.detach() for each in states]
+        output, states = model(seen, states)
+        loss_of(output, wanted).backward()
+        optimizer.step()
+""",
+        [
+            "model = ml.parallel(model, batch={'states': 1})",
+            "states = ml.share(states, dim=1)",
+            "seen, wanted = ml.share((seen, wanted))",
+        ],
+    ),
     "no optimizer, a name that is taken": (
         """ml, loader, model = 0.1, DataLoader(data, batch_size=4), make_model()
 def train():
@@ -402,6 +428,43 @@ def test_a_sum_and_shares_are_written_where_they_are_asked_for(tmp_path: Path):
         always[0],
         "torch.autograd.backward(ml.sum(loss))",
         always[1],
+    ]
+
+
+MASKED = """class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+    def forward(self, tokens, labels=None):
+        found = self.head(self.emb(tokens))
+        if labels is not None:
+            return nn.functional.cross_entropy(found.view(-1, 9), labels.view(-1), ignore_index=0)
+        return found
+model, size = Net(), 8
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+tokens = torch.arange(160).view(16, 10) % 9
+criterion = nn.CrossEntropyLoss(ignore_index=0)
+for (seen,) in DataLoader(TensorDataset(tokens), batch_size=size):
+    noise = torch.randn(size, 10)
+    flat = seen.flip(1).reshape(size * 10)
+    loss = model(seen, flat) + criterion(model(seen).view(-1, 9), flat)
+    (loss + model.head(noise[:, :4]).mean()).backward()
+    optimizer.step()
+"""
+
+
+def test_rows_and_labels_are_counted_as_those_of_shares(tmp_path: Path):
+    plain = [
+        "model = ml.parallel(model)",
+        "for (seen,) in ml.loader(DataLoader(TensorDataset(tokens), batch_size=size)):",
+        "noise = ml.share(torch.randn(size, 10))",
+    ]
+    assert lines_of(START + MASKED, tmp_path) == plain
+    assert lines_of(START + MASKED, tmp_path, counted=True) == [
+        "model = ml.parallel(model, weight=lambda tokens, labels=None: None if labels is None else (labels != 0).sum())",
+        *plain[1:],
+        "flat = seen.flip(1).reshape(len(seen) * 10)",
+        "loss = model(seen, flat) + ml.mean(criterion(model(seen).view(-1, 9), flat) * (flat != 0).sum(), (flat != 0).sum())",
     ]
 
 

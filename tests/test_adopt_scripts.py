@@ -88,6 +88,30 @@ for (images,) in loader:
     model.loss(noisy, t, noise).backward()
     optimizer.step()
 """
+NAMES = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.rnn, self.head = nn.Embedding(9, 6), nn.GRU(6, 5, batch_first=True), nn.Linear(5, 9)
+    def forward(self, seen, labels=None):
+        scores = self.head(self.rnn(self.emb(seen))[0])
+        if labels is None:
+            return scores, None
+        return scores, nn.functional.cross_entropy(scores.view(-1, 9), labels.view(-1), ignore_index=-1)
+size = 6
+tokens = torch.randint(9, (42, 8))
+labels = tokens.roll(-1, 1).masked_fill(torch.arange(8) >= torch.arange(1, 43)[:, None] % 7 + 1, -1)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for seen, wanted in DataLoader(TensorDataset(tokens, labels), batch_size=size, shuffle=True):
+    scores, loss = model(seen.view(size, -1), wanted)
+    optimizer.zero_grad()
+    (loss + 0.1 * nn.CrossEntropyLoss(ignore_index=-1)(scores[:, 2], wanted[:, 2])).backward()
+    optimizer.step()
+"""
 LIBRARIES = {
     "lightning": (
         """import torch
@@ -262,6 +286,17 @@ def test_a_script_of_two_files_whose_loss_is_a_sum(tmp_path: Path):
         path: path.read_text() for path in tmp_path.rglob("*") if path.is_file() and "new" not in path.parts
     }
     assert kept == {tmp_path / name: text for name, text in files.items()}
+
+
+@pytest.mark.slow
+def test_labels_that_losses_ignore_and_rows_are_counted(tmp_path: Path):
+    (tmp_path / "train.py").write_text(NAMES)
+    code, told = adopt(tmp_path)
+    assert code == 0 and "EQUAL" in told, told
+    text = (tmp_path / "adopted/train.py").read_text()
+    weight = "lambda seen, labels=None: None if labels is None else (labels != -1).sum()"
+    assert f"model = ml.parallel(model, weight={weight})\n" in text
+    assert "model(seen.view(len(seen), -1), wanted)" in text and "(wanted[:, 2] != -1).sum()" in text
 
 
 @pytest.mark.slow

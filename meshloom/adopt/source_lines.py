@@ -36,10 +36,15 @@ class SourceLines:
         """The statement that a node is, or is in."""
         return next(each for each in (node, *self._outwards(node)) if isinstance(each, ast.stmt))
 
-    def loops(self, node: ast.AST) -> list[ast.stmt]:
+    def loops(self, node: ast.AST) -> list[ast.For | ast.While]:
         """The loops of its function that a node is in, from within."""
         within = takewhile(lambda each: not isinstance(each, _SCOPES), self._outwards(node))
         return [each for each in within if isinstance(each, ast.For | ast.While)]
+
+    def targets(self, loop: ast.For | ast.While, names: set[str]) -> list[str]:
+        """Those of these names that each round of a loop gives a value."""
+        nodes = ast.walk(loop.target) if isinstance(loop, ast.For) else ()
+        return [each.id for each in nodes if isinstance(each, ast.Name) and each.id in names]
 
     def before_loops(self, node: ast.AST, name: str) -> ast.stmt:
         """The statement of a node, or the outermost loop in which the name gets nothing but what is computed of it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -27,6 +28,7 @@ _DRAWS = {
     torch: ("randn", "rand", "randint", "normal", "randn_like", "rand_like", "randint_like"),
     numpy.random: ("normal", "randn", "rand", "uniform", "randint", "random", "standard_normal"),
 }
+_MEANS = ("cross_entropy", "nll_loss")  # over what has no ignored label
 # modules of the libraries that have adapters, and their classes
 _ADAPTED = {
     "lightning.pytorch.trainer.trainer": "Trainer", "pytorch_lightning.trainer.trainer": "Trainer",
@@ -68,20 +70,45 @@ class UserFrame(NamedTuple):
                 found[name] = lengths
         return found
 
+    def names_of_tensors(self, tensors: list[Tensor]) -> set[str]:
+        """Names of tensors, or of short containers of tensors, which are all among these."""
+        own = {id(each) for each in tensors}
+        values = {**self.frame.f_globals, **self.names}.items() if own else ()
+        found = {name: {*map(id, _tensors(value))} for name, value in values}
+        return {name for name, each in found.items() if each and each <= own}
+
 
 class ModuleCall:
     """The outermost call of a module that has parameters, in grad mode. given: its inputs, by name. loaders: whose batches came last before it.
-    method: where it is not the module's own call. trained: whether a backward went through its results."""
+    method: where it is not the module's own call. means: labels that losses within it take means over, each with the one that is ignored. trained: whether
+    a backward went through its results."""
 
     def __init__(self, module: nn.Module, frames: list[UserFrame], given: dict[str, Any], loaders: list[Any], method: CodeType | None = None) -> None:  # fmt: skip
         self.module, self.frames, self.loaders, self.method = module, frames, loaders, method
         self.inputs = {name: _tensors(each) for name, each in given.items()}
+        self.means = list[tuple[Tensor, int]]()
         self.trained = False
 
     def rows(self, dim: int) -> int:
         """Of its first input that has the dim."""
         inputs = (each for found in self.inputs.values() for each in found)
         return next((each.shape[dim] for each in inputs if each.ndim > dim), 0)
+
+    def states(self) -> list[str]:
+        """Inputs that have the rows of the first one along dim 1, such as the states [layers, rows, units] of recurrent layers."""
+        rows = self.rows(0)
+
+        def is_state(x: Tensor) -> bool:
+            return x.ndim == 3 and x.shape[1] == rows != x.shape[0]
+
+        return [name for name, found in self.inputs.items() if found and all(map(is_state, found))]
+
+    def ignored(self) -> dict[str, int]:
+        """Its inputs of labels, each with the one that its loss ignores."""
+        where = {(labels.data_ptr(), labels.numel()): label for labels, label in self.means}
+        single = ((name, found[0]) for name, found in self.inputs.items() if len(found) == 1)
+        places = {name: (each.data_ptr(), each.numel()) for name, each in single}
+        return {name: where[place] for name, place in places.items() if place in where}
 
     def outermost(self, passed: set[CodeType]) -> ModuleCall:
         """The call of a method of another module that it was made in, of none in `passed`; or itself."""
@@ -90,20 +117,25 @@ class ModuleCall:
             within = [*owner.modules()][1:] if isinstance(owner, nn.Module) else []
             if code not in passed and any(one is self.module for one in within):
                 given = {name: each.names.get(name) for name in each.arguments()[1:]}
-                return ModuleCall(owner, self.frames[at + 1 :], given, self.loaders, code)
+                found = ModuleCall(owner, self.frames[at + 1 :], given, self.loaders, code)
+                found.means = self.means
+                return found
         return self
 
 
 class Watch:
     """A context, which `EnoughStepsError` ends. calls: of modules, by place. made: optimizers, data loaders and trainers of libraries, each with the
     frames that made it. stepped: optimizers that made a step. backwards: where gradients are computed, by place. draws: where numbers are drawn for
-    the rows of a batch that is trained on, each with the frames and how many rows."""
+    the rows of a batch that is trained on, each with the frames and how many rows. means: where the loop takes a mean over labels, some of which are
+    ignored, by place, each with the ignored label."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, ModuleCall] = {}  # one of each place: frames hold what is of a step
         self.made: dict[Any, list[UserFrame]] = {}
         self.optimizers, self.stepped = list[Optimizer](), set[Optimizer]()
         self.backwards, self.draws = dict[Place, UserFrame](), dict[Place, tuple[list[UserFrame], int]]()
+        self.means = dict[Place, tuple[UserFrame, int]]()
+        self._means: list[tuple[Tensor, int]] = []  # within a call
         self._inside = False  # a call, or the fetching of a batch
         self._latest: list[Any] = []  # the loaders whose batches came last
         self._called = False  # whether a module was called since
@@ -120,6 +152,8 @@ class Watch:
         self._watch(_BaseDataLoaderIter, "__next__", self._fetch)
         self._watch(nn.Module, "__call__", self._call)
         self._watch(torch.autograd, "backward", self._differentiate)
+        for name in _MEANS:
+            self._watch(functional, name, self._take_mean)
         self._watch(torch, "compile", lambda _, *given, **__: given[0] if given else lambda each: each)
         for owner, name in ((owner, name) for owner, names in _DRAWS.items() for name in names):
             self._watch(owner, name, self._draw)
@@ -185,6 +219,7 @@ class Watch:
     def _call(self, call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._inside or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
+        self._means = []
         result = self._unseen(call, module, *args, **kwargs)
         self._called, frames = True, _user_frames()
         key = id(module), *(each.place for each in frames[:1])
@@ -193,6 +228,7 @@ class Watch:
         elif not (key in self.calls and self.calls[key].trained):
             given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             noted = self.calls[key] = ModuleCall(module, frames, given, self._latest)
+            noted.means = self._means
             for each in _tensors([result, getattr(result, "__dict__", {})]):
                 if each.requires_grad:
                     each.register_hook(lambda _: setattr(noted, "trained", True))
@@ -208,6 +244,19 @@ class Watch:
         self._drawn = []
         if not self.optimizers:
             self.end()
+
+    def _take_mean(self, mean: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(mean).bind(*args, **kwargs).arguments
+        labels, label = given["target"], given.get("ignore_index", -100)
+        is_plain = not any(given.get(each) is not None for each in ("weight", "size_average", "reduce"))
+        is_mean = is_plain and given.get("reduction", "mean") == "mean" and torch.is_grad_enabled()
+        if is_mean and bool((labels == label).any()):
+            frames = _user_frames()
+            if self._inside:
+                self._means.append((labels, label))
+            elif frames:
+                self.means[frames[0].place] = frames[0], label
+        return mean(*args, **kwargs)
 
     def _draw(self, draw: Any, *args: Any, **kwargs: Any) -> Any:
         found = draw(*args, **kwargs)

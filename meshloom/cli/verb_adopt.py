@@ -99,7 +99,8 @@ class _Runs:
         return json.loads(self._told.read_text())
 
     def verified(self, told: dict[str, Any]) -> tuple[Texts, ScriptResult]:
-        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, batches along dim 1, or whole ones. Where a module normalizes by
+        """The way of writing that is equal, or else the first; others have `ml.sum` of the loss, rows and labels as shares count them,
+        batches along dim 1, or whole ones. Where a module normalizes by
         its batch, statistics are those of all shares."""
         first, *others = told["texts"]
         result = self._result(first)
@@ -139,7 +140,8 @@ def _watch(target: str, seconds: str, script: str, *words: str) -> None:
         execute(script, words)
     signal.setitimer(signal.ITIMER_REAL, 0)
     files = _own_files(Path(script).absolute())
-    ways = [AdoptedLines(watch, files, dim=dim, total=False) for dim in (0, 1, None)]
+    dims: list[tuple[int | None, bool]] = [(0, False), (0, True), (1, False), (None, False)]
+    ways = [AdoptedLines(watch, files, dim=dim, counted=counted) for dim, counted in dims]
     *texts, total = (
         [(*each.texts(), files[Path(path)]) for path, each in way.sources.items()]
         for way in (*ways, AdoptedLines(watch, files, dim=0, total=True))
