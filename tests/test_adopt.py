@@ -489,6 +489,20 @@ train(Net())
     assert found.notes[-1] == "1 of 2 optimizers made no step meanwhile."
 
 
+def test_a_forward_that_is_called_by_itself_is_said(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        START
+        + """model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss_of(model.forward(x), y).backward()
+optimizer.step()
+"""
+    )
+    found = adopted(script)
+    assert found.modules == 0 and "layer(x), not layer.forward(x)" in found.notes[0]
+
+
 def test_lines_are_written_beside_comments_and_semicolons(tmp_path: Path):
     script = tmp_path / "a.py"
     script.write_text(

@@ -21,6 +21,7 @@ _COUNT = re.compile(r"(int\()?(len\([^()]*\)|[^()]*\.(size\(0\)|shape\[0\]))\)?"
 _NO_NAME = "is trained, and has no name where its optimizer is made: write model = ml.parallel(model) before."
 _NO_LOADER = "The loader of training has no name where it is made. Write ml.loader(...) around it."
 _NO_BATCH = "Each replica computes whole batches. Write ml.loader(...) around a DataLoader, or ml.share(...) around what makes a batch."
+_NO_CALL = "What the optimizers step was trained outside of calls of modules. Call modules themselves: layer(x), not layer.forward(x)."
 _BY_HAND = {
     "lightning": 'Write strategy=ml.lightning.Strategy() where Trainer(...) is made; of LightningCLI, strategy={"class_path": "meshloom.lightning.Strategy"}.',
     "pytorch_lightning": "Write lightning.pytorch in place of pytorch_lightning, which has an adapter, and adopt that.",
@@ -64,6 +65,8 @@ class AdoptedLines:
                 self._write_rows()
             for _, source, call in self._calls_at(watch.backwards.values()) if total else ():
                 source.wrap(call.args[0] if call.args else call.func.value, "sum")
+        if watch.stepped and not (self._calls or trainers):
+            self.notes.append(_NO_CALL)
         if waiting := len(watch.optimizers) - len(watch.stepped):
             self.notes.append(f"{waiting} of {len(watch.optimizers)} optimizers made no step meanwhile.")
         for number, source in enumerate(self.sources.values()):
