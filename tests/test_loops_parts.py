@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +25,7 @@ from meshloom.comm.turns import in_turns
 from meshloom.core.averaged import Averaged
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.part_place import PartError, PartPlace
 from meshloom.loops.part_tensor import PartParameter, PartTensor, made_part, plain, whole_tensor
 from meshloom.loops.ranks import ranks
@@ -714,6 +717,17 @@ def test_buffers_are_merged_and_draws_are_of_the_call() -> None:
 
     (mean, count, drawn, _), (other, other_count, other_drawn, _) = on_simulated(2, rank_calls)
     assert torch.equal(mean, other) and count == other_count == 2 and torch.equal(drawn, other_drawn)
+
+
+def test_draws_of_numpy_and_of_python_are_of_the_call_and_its_replica() -> None:
+    before = random.getstate(), pickle.dumps(numpy.random.get_state())
+    drawn: list[tuple[float, ...]] = []
+    for draws in (CallDraws(0), CallDraws(1)):
+        for _ in range(2):
+            with draws.of_a_call():
+                drawn.append((numpy.random.normal(), random.random(), float(torch.rand(()))))
+    assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
+    assert before == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
 def test_a_parameter_that_is_added_later_and_a_change_of_dtype() -> None:

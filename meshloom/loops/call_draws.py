@@ -1,4 +1,4 @@
-"""What torch draws in a module's call belongs to the call and its replica, so that the script's own draws stay alike on all ranks,
+"""What torch, `random` and numpy draw in a module's call belongs to the call and its replica, so that the script's own draws stay alike on all ranks,
 whatever sizes their shares have."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshloom.core.random import derive, draws_apart, seed_torch
+from meshloom.core.random import derive, draws_apart, python_draws_of, seed_torch
 
 
 class CallDraws:
@@ -22,6 +22,6 @@ class CallDraws:
         """Around the next call: it draws from the script's seed (`torch.manual_seed`), its own number and the replica's."""
         seed = derive(torch.default_generator.initial_seed(), "call", self._calls, self._replica)
         self._calls += 1
-        with draws_apart():
+        with draws_apart(), python_draws_of(seed):
             seed_torch(seed)
             yield
