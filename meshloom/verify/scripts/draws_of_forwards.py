@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -81,8 +82,9 @@ def _leave(*_: object) -> None:
 
 @contextmanager
 def without_draws() -> Iterator[None]:
-    """A context in which torch's dropout leaves what it is given, in modules and functions alike, and what forwards draw is the same number for each
-    element: half a deviation above the mean of a normal, the middle of an interval, the likelier side, the likeliest places, the lowest integer."""
+    """A context in which torch's dropout leaves what it is given, in modules and functions alike, and what forwards draw by functions of torch and numpy is
+    the same number for each element: half a deviation above the mean of a normal, the middle of an interval, the likelier side, the likeliest places, the
+    lowest integer."""
 
     def leaves(_: Any) -> Any:
         return lambda x=None, *args, **kwargs: kwargs.get("input", x)
@@ -120,7 +122,7 @@ def without_draws() -> Iterator[None]:
         stack.enter_context(replaced(torch, "dropout", leaves))
         stack.enter_context(replaced(functional, "scaled_dot_product_attention", attends))
         stack.enter_context(replaced(nn.RNNBase, "__init__", recurrent))
-        for owner, constants in ((torch, _CONSTANTS), (Tensor, _IN_PLACE)):
+        for owner, constants in ((torch, _CONSTANTS), (Tensor, _IN_PLACE), (numpy.random, _OF_NUMPY)):
             for name, constant in constants.items():
                 stack.enter_context(replaced(owner, name, fixed(constant)))
         yield
@@ -158,6 +160,21 @@ _IN_PLACE: dict[str, Any] = {
     "bernoulli_": lambda x, p=0.5: x.copy_(_likelier(torch.as_tensor(p, dtype=x.dtype, device=x.device))),
     "random_": lambda x, *_: x.zero_(),
 }
+
+_OF_NUMPY: dict[str, Any] = {
+    "randn": lambda *size: _full(0.5, size),
+    "rand": lambda *size: _full(0.5, size),
+    "random": lambda size=None: _full(0.5, size),
+    "random_sample": lambda size=None: _full(0.5, size),
+    "standard_normal": lambda size=None: _full(0.5, size),
+    "normal": lambda loc=0.0, scale=1.0, size=None: _full(loc + 0.5 * scale, size),
+    "uniform": lambda low=0.0, high=1.0, size=None: _full((low + high) / 2, size),
+    "randint": lambda low, high=None, size=None, dtype=int: _full(0 if high is None else low, size),
+}
+
+
+def _full(value: Any, size: Any) -> Any:
+    return value if size in (None, ()) else numpy.full(size, value)
 
 
 def _device(module: nn.Module) -> torch.device:
