@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,15 +60,24 @@ def adopt_script(arguments: argparse.Namespace) -> int:
         if not told["modules"]:
             raise JobError("\n".join([_NOTHING, *told["notes"]]))
         texts, result = runs.verified(told)
-    for before, after, name in texts:
-        both = before.splitlines(keepends=True), after.splitlines(keepends=True)
-        sys.stdout.writelines(difflib.unified_diff(*both, f"a/{name}", f"b/{name}", n=1))
+    print(*changed_lines(texts), sep="\n")
     _write(texts, out)
     words = f" -- {' '.join(arguments.words)}" if arguments.words else ""
     print("", *told["notes"], *result.lines, sep="\n")
     print(f"Wrote {', '.join(str(out / name) for *_, name in texts)}.")
     print(f"Next: meshloom run {out / texts[0][2]} --plan {runs.plan}{words}")
     return result.code
+
+
+def changed_lines(texts: Texts) -> Iterator[str]:
+    """The diff of these files, by lines; whether a file ends with one is not shown.
+
+    >>> list(changed_lines([("a\\nb", "a\\nc", "t.py")]))
+    ['--- a/t.py', '+++ b/t.py', '@@ -1,2 +1,2 @@', ' a', '-b', '+c']
+    """
+    for before, after, name in texts:
+        both = before.splitlines(), after.splitlines()
+        yield from difflib.unified_diff(*both, f"a/{name}", f"b/{name}", n=1, lineterm="")
 
 
 class _Runs:
