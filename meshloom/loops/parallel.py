@@ -178,8 +178,8 @@ def _updated_by(optimizer: Optimizer) -> list[Execution]:
 def as_written() -> Iterator[None]:
     """A context in which modules are of their authors' classes, without hooks of a plan, as a file holds them."""
     held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if is_parallel(each)]
-    within = (each for module, *_ in held for each in module.modules())
-    hooks = [(each, dict(each)) for one in within for each in (one._forward_pre_hooks, one._forward_hooks)]
+    within = [vars(each) for module, *_ in held for each in module.modules()]
+    hooks = [(each[kind], dict(each[kind])) for each in within for kind in ("_forward_pre_hooks", "_forward_hooks")]  # fmt: skip
     for found, all_of_them in hooks:
         for key, hook in all_of_them.items():
             if isinstance(getattr(hook, "__self__", None), Execution):

@@ -62,7 +62,8 @@ def join_batch_norm(
                 "Use torch.nn.BatchNorm1d, 2d or 3d, or a plan without sync_batch_norm."
             )
     for name, module in layers:
-        module.forward = _JoinedForward(name, module, group, weight, meet)
+        forward: Any = _JoinedForward(name, module, group, weight, meet)
+        module.forward = forward
     return [module for _, module in layers]
 
 
