@@ -1,4 +1,4 @@
-"""What a family's own code does not allow, family by family: running in float64, and being exported."""
+"""What a family's own code does not allow, family by family: running in float64, and being read."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ FLOAT32_ONLY = {
     "switch_transformers": "its forward casts the router's parameters to float32",
 }
 
-# What torch.export refuses: a part of its message.
-NOT_EXPORTED = {
-    "deberta_v2": "data-dependent",  # asks whether any label is set
-    "longformer": "data-dependent",  # asks whether any token has global attention
-    "led": "data-dependent",  # asks whether any token has global attention
-    "prophetnet": "data-dependent",  # asserts that all labels are positive
-    "time_series_transformer": "data-dependent",  # a torch.distributions object checks its values
-    "autoformer": "invalid for input",  # gets a mask only while it is traced, and that does not fit
-    "wav2vec2": "data-dependent",  # asks whether a label exceeds the vocabulary
-    "hubert": "_ctc_loss",  # aten._ctc_loss has an output whose shape depends on the labels
-    "vilt": "data-dependent",  # interpolates to a size read from the mask of a picture
-    "batch_norm": "data-dependent",  # a cumulative mean divides by a Python number read from a buffer
-    "switch_transformers": "swap",  # its forward replaces a parameter by a cast one
-}
-
-# What there is no program of: a part of the sentence that says why. Export gives less than a program has to, and
-# more than it may.
+# What there is no program of: a part of the sentence that says why.
 NOT_READ = {
     # asks whether any label is set
     "deberta_v2": r"modeling_deberta_v2.py:\d+ \(if label_index.size\(0\) > 0:\).* data-dependent expression",
