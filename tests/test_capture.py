@@ -11,7 +11,7 @@ import pytest
 import torch
 from captured import check_against_eager
 from jobs import MODELS, make_job
-from program_jobs import OWN, TRANSFORMERS, Loss, Model, batches_of, job_of
+from program_jobs import OWN, Loss, batches_of, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -24,28 +24,24 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_program
 
-ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
-# Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits
-# differ; so does the sum of a gradient that checkpointed blocks bring in parts.
-NOT_BITWISE = {"llama", "mixtral", "checkpointed"}
-
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
+@pytest.mark.covering("autocast-float32", "no_grad-float32", "checkpointed-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
-        for name in ALL
+        for name in OWN
         for dtype in (torch.float32, torch.float64)
     ],
 )
-@pytest.mark.slow
 def test_program_equals_eager(name: str, dtype: torch.dtype):
-    job, batches = job_of(*ALL[name][:2]), batches_of(ALL[name], 4)
+    """Also where raw export loses it: gradients under no_grad or autocast inside of another, and those of reentrant checkpoints."""
+    job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name], 4)
     program = capture(job, (batches[0], batches[1]), dtype=dtype)
-    # The same operators in the same order give the same bits; otherwise the order of sums differs.
-    tolerance = 0.0 if name not in NOT_BITWISE else {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
+    # the same operators in the same order; a gradient that checkpointed blocks bring in parts is summed in another one
+    tolerance = 0.0 if name != "checkpointed" else {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
     check_against_eager(program, job, batches[2:], tolerance=tolerance)
 
 
@@ -61,9 +57,9 @@ def test_program_of_a_job_equals_eager(name: str, training: bool):
 
 
 @pytest.mark.covering("in_place", "autocast", "rotary", "precisions")
-@pytest.mark.parametrize("name", ["in_place", "autocast", "rotary", "precisions", "transformer", "gpt2"])
+@pytest.mark.parametrize("name", ["in_place", "autocast", "rotary", "precisions", "transformer"])
 def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: str):
-    model = ALL[name]
+    model = OWN[name]
     batch, other = batches_of(model, 2)
     program = capture(job_of(*model[:2]), (batch, other), training=False)
     seed_everything(0)
@@ -202,60 +198,6 @@ def test_entries_that_were_one_tensor_stay_two_inputs():
     assert torch.equal(run(program, model, fresh), loss(model, fresh))
 
 
-def gradients(loss: Tensor, parameters: Any) -> list[Tensor | None]:
-    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
-
-
-def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
-    build, loss, _ = OWN["autocast"]
-    seed_everything(0)
-    model = build()
-    batch, other = batches_of(OWN["autocast"], 2)
-    expected = gradients(loss(model, batch), model.parameters())
-    exported = raw(model, loss, batch)
-    assert any("wrap_with_autocast" in str(node.target) for node in exported.graph.nodes)
-    named = dict(exported.named_parameters())
-    wrong = gradients(exported(batch), [named[f"model.{name}"] for name, _ in model.named_parameters()])
-    assert all(float((one - two).norm() / two.norm()) > 0.1 for one, two in zip(wrong, expected, strict=True))
-    program = capture_module(model, loss, (batch, other))
-    found = gradients(run(program, model, batch), model.parameters())
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
-    assert all(
-        isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes
-    )
-
-
-def test_no_grad_is_kept_where_decomposing_loses_it(monkeypatch: pytest.MonkeyPatch):
-    # decomposing shows progress, and would leave a thread behind
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    build, loss, _ = OWN["no_grad"]
-    seed_everything(0)
-    model = build()
-    batch, other = batches_of(OWN["no_grad"], 2)
-    expected = gradients(loss(model, batch), model.parameters())
-    decomposed = (
-        torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
-    )
-    wrong = gradients(decomposed(batch), decomposed.parameters())
-    used = [one is not None for one in expected]
-    assert not all(used) and all(one is not None for one in wrong)  # the target network would be trained
-    found = gradients(run(capture_module(model, loss, (batch, other)), model, batch), model.parameters())
-    assert [one is not None for one in found] == used
-    assert all(
-        torch.equal(one, two)
-        for one, two in zip(found, expected, strict=True)
-        if one is not None and two is not None
-    )
-
-
-def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():
-    build, loss, _ = OWN["checkpointed"]
-    model = build()
-    batch, other = batches_of(OWN["checkpointed"], 2)
-    assert not raw(model, loss, batch)(batch).requires_grad
-    assert run(capture_module(model, loss, (batch, other)), model, batch).requires_grad
-
-
 def test_threads_capture_one_after_another():
     def in_threads(work: Any) -> list[Any]:
         with ThreadPoolExecutor(3) as pool:
@@ -266,20 +208,13 @@ def test_threads_capture_one_after_another():
     assert in_threads(lambda: capture_module(nn.Linear(3, 2), loss, (batch, batch + 1))) == [None, None, None]
 
 
-def test_in_place_operators_are_gone_and_batch_norm_still_trains(monkeypatch: pytest.MonkeyPatch):
-    # decomposing shows progress, and would leave a thread behind
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+def test_in_place_operators_are_gone_and_batch_norm_still_trains():
     build, loss, _ = OWN["in_place"]
     seed_everything(0)
     model = build()
     batch, other = batches_of(OWN["in_place"], 2)
     targets = [str(node.target) for node in raw(model, loss, batch).graph.nodes]
     assert "aten.relu_.default" in targets and "aten.add_.Tensor" in targets
-    decomposed = (
-        torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
-    )
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        decomposed(batch).backward()
     program = capture_module(model, loss, (batch, other))
     mutable = [
         node.operator

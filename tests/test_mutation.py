@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from meshloom.core.errors import CaptureError
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module
-from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.run.execute import run_program
 
 # Views of a tensor [4, 6].
@@ -126,56 +124,6 @@ def test_shape_changed_in_place():
     model, loss = Squeezes(), lambda model, batch: model(batch)
     program = capture_module(model, loss, (torch.randn(2, 3), torch.randn(2, 3)))
     check_against_module(program, model, loss, [torch.randn(2, 3)], tolerance=0.0)
-
-
-class Halves(nn.Module):
-    """Writes to a slice, a place and the whole of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        y[:, :2] *= 0.5
-        y[torch.tensor([0, 1]), torch.tensor([2, 2])] = 3.0
-        return torch.relu_(y).sum() + y.square().sum()
-
-
-def test_a_value_put_in_between_changes_raw_export_but_no_program():
-    """As a collective would be: what reads a value reads a copy of it instead."""
-    model, loss, (one, two, batch) = (
-        Halves(),
-        lambda model, batch: model(batch),
-        (torch.randn(2, 3) for _ in range(3)),
-    )
-    expected = loss(model, batch)
-    raw = torch.export.export(model, (one,), strict=False).module()
-    assert {"aten.mul_.Tensor", "aten.index_put_.default", "aten.relu_.default"} <= {
-        str(node.target) for node in raw.graph.nodes
-    }
-    behind = next(node for node in raw.graph.nodes if str(node.target) == "aten.linear.default")
-    for user in list(behind.users):
-        with raw.graph.inserting_before(user):
-            user.replace_input_with(behind, raw.graph.call_function(torch.ops.aten.clone.default, (behind,)))
-    raw.recompile()
-    assert not torch.isclose(raw(batch), expected)
-
-    program = capture_module(model, loss, (one, two))
-    nodes: list[Node] = []
-    for node in program.nodes:
-        args = []
-        for number, each in enumerate(node.args):
-            if isinstance(each, Ref):
-                copy = f"{node.name}_{number}"
-                nodes.append(
-                    replace(node, name=copy, target=torch.ops.aten.clone.default, args=(each,), kwargs={})
-                )
-                each = Ref(copy)
-            args.append(each)
-        nodes.append(replace(node, args=tuple(args)))
-    copied = replace(program, nodes=tuple(nodes))
-    assert torch.equal(run_program(copied, dict(model.named_parameters()), {}, batch), expected)
 
 
 class Assigns(nn.Module):

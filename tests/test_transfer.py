@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from captured import described
-from program_jobs import OWN, TRANSFORMERS, Model, batches_of, job_of
+from program_jobs import OWN, batches_of, job_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
@@ -30,11 +30,10 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.run.execute import run_program
 from tests.families import FAMILIES
-from tests.families.limits import NOT_EXPORTED
+from tests.families.limits import NOT_READ
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 ROOT = Path(__file__).parents[1]
-ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 
 
 def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
@@ -71,11 +70,9 @@ def same(one: Program, other: Program) -> None:
 
 
 @pytest.mark.covering("in_place", "slice_writes", "checkpointed", "tied", "rotary", "precisions")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL]
-)
+@pytest.mark.parametrize("name", OWN)
 def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
-    job, (batch, other) = job_of(*ALL[name][:2]), batches_of(ALL[name])
+    job, (batch, other) = job_of(*OWN[name][:2]), batches_of(OWN[name])
     seed_everything(0)
     model = job.model()
     program = capture(job, (batch, other))
@@ -89,7 +86,7 @@ def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name not in {*NOT_EXPORTED, "bloom", "glpn", "recurrent_gemma"}]
+    "name", [name for name in FAMILIES if name not in {*NOT_READ, "bloom", "recurrent_gemma"}]
 )
 def test_what_arrives_of_a_family_is_the_program(name: str):
     job = FAMILIES[name].make_job(True)
