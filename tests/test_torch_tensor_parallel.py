@@ -24,23 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.comm.pieces import place, take
-from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import in_turns
 from meshloom.core.errors import PlanError
-from meshloom.core.job import Job
-from meshloom.program.capture.capture import capture
 from meshloom.program.cost.rates import Rates
-from meshloom.program.ir.program import Program
 from meshloom.program.operators.linears import GatheredLinears
-from meshloom.program.run.execute import run_program
-from meshloom.tensor_parallel.layout.layout import layout_of
-from meshloom.tensor_parallel.layout.placement import INVARIANT
-from meshloom.tensor_parallel.partition import partition
-from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end, sent_in_chunk
+from tests.division import Subject, compare, subject_of
+from tests.program_jobs import job_of
+from tests.sent import counted, predicted
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -200,16 +191,10 @@ class Counted:
         return +Counter({**self.backward, "all_gather": self.backward.get("all_gather", 0) - self.regathered})
 
 
-def read(build: Build, loss: Loss, batch: Any) -> Program:
-    job = Job(
-        model=build,
-        loss=loss,
-        optimizer=lambda named: torch.optim.SGD(named),
-        data=lambda: [0],
-        batch_size=1,
-        steps=1,
+def read(build: Build, loss: Loss, batch: Any) -> Subject:
+    return subject_of(
+        job_of(build, loss), batches=(batch, {name: each.flip(0) for name, each in batch.items()})
     )
-    return capture(job, (batch, {name: each.flip(0) for name, each in batch.items()}), dtype=torch.float64)
 
 
 def divide(
@@ -218,71 +203,30 @@ def divide(
     batch: Any,
     num_ranks: int = 4,
     *,
-    program: Program | None = None,
+    subject: Subject | None = None,
     rates: Rates = TALKING_COSTS,
     **pins: str,
 ) -> Counted:
-    """Divide, run forward and backward on all ranks, compare outputs and gradients with the module's own, and
-    count.
+    """Divide, compare outputs and gradients of all ranks with the module's own, and count what is sent, which is as predicted.
 
-    program: the loss, where it was read already. pins: module -> how its parameters are divided, dots of its
+    subject: the loss, where it was read already. pins: module -> how its parameters are divided, dots of its
         name written as two underscores.
     """
-    model = build().double()
-    outputs = loss(model, batch)
-    (outputs[0] if isinstance(outputs, tuple) else outputs).backward()
-    program = program or read(build, loss, batch)
+    subject = subject or read(build, loss, batch)
     placements = {name.replace("__", "."): how for name, how in pins.items()}
-    part = partition(choose(layout_of(program, BUILT_IN), num_ranks, rates, placements=placements))
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(num_ranks)]
-    forward: list[Counts] = [{}] * num_ranks
-
-    def run(rank: int) -> None:
-        found = {
-            name: take(part.parameters[name], rank, each.detach()).clone()
-            for name, each in model.named_parameters()
-        }
-        for name, each in model.named_parameters():
-            found[name].requires_grad_(each.requires_grad)
-        buffers = {name: take(part.buffers[name], rank, each) for name, each in model.named_buffers()}
-        results = run_program(part.programs[rank], found, buffers, batch, group=groups[rank])
-        forward[rank] = {kind: count.calls for kind, count in groups[rank].counts.items()}
-        one, *others = results if isinstance(results, tuple) else (results,)
-        one.backward()
-        for mine, expected in zip(
-            (one, *others), outputs if isinstance(outputs, tuple) else (outputs,), strict=True
-        ):
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
-        for name, each in model.named_parameters():
-            gradients[name][rank] = found[name].grad
-            assert found[name].requires_grad == each.requires_grad
-
-    gradients: dict[str, list[Tensor | None]] = {
-        name: [None] * num_ranks for name, _ in model.named_parameters()
-    }
-    in_turns([lambda rank=rank: run(rank) for rank in range(num_ranks)])
-    for name, each in model.named_parameters():
-        if each.grad is None:
-            assert gradients[name] == [None] * num_ranks
-            continue
-        whole = part.choice.input_placements[program.parameters[name].value] == INVARIANT
-        total = torch.zeros_like(each)
-        for rank, mine in enumerate(gradients[name][:1] if whole else gradients[name]):
-            if mine is not None:
-                total += place(part.parameters[name], rank, mine)
-        torch.testing.assert_close(total, each.grad, rtol=1e-10, atol=1e-12)  # sums in another order
-    counts = [{kind: count.calls for kind, count in group.counts.items()} for group in groups]
-    assert all(each == counts[0] for each in counts)
+    compared = compare(
+        subject, num_ranks, lambda layout, count: choose(layout, count, rates, placements=placements)
+    )
+    assert compared.error <= 1e-12, compared.what  # sums in another order
+    part = compared.partition
+    assert counted(part, subject.model, subject.batch) == predicted(part)
     sent = sent_in_chunk(part.programs[0], 0)
-    for kind, count in groups[0].counts.items():
-        assert (count.calls, count.bytes) == (
-            sum(each.collective == kind for each in sent),
-            sum(each.num_bytes for each in sent if each.collective == kind),
-        )
-    numbers = [each for each in sent if each.num_bytes == 8]  # of the loss
-    ahead = Counter(forward[0]) - Counter(each.collective for each in numbers if not each.backward)
-    back = Counter(counts[0]) - Counter(forward[0])
-    assert not any(each.backward for each in numbers)
+    of_loss = [each for each in sent if each.num_bytes == 8]
+    assert not any(each.backward for each in of_loss)
+    kinds = [
+        Counter(each.collective for each in sent if each.num_bytes != 8 and each.backward is backward)
+        for backward in (False, True)
+    ]
     regathered = sum(
         isinstance(node.target, GatheredLinears)
         and node.target.change.source == "part"
@@ -290,7 +234,7 @@ def divide(
         for node in part.programs[0].nodes
     )
     return Counted(
-        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_step_end(part))
+        forward=kinds[0], backward=kinds[1], regathered=regathered, at_the_end=len(sent_at_step_end(part))
     )
 
 
@@ -493,14 +437,14 @@ def test_loss_parallel(
         )
         return (found.sum(), found) if reduction == "none" else found
 
-    program = read(build, loss, batch)
+    subject = read(build, loss, batch)
     for dim in range(len(shape)):
         if dim != 1 and reduction != "none":
             with pytest.raises(
                 PlanError, match=f"cross_entropy_loss at .* needs all dimension {dim} of logits"
             ):
-                divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
+                divide(build, loss, batch, num_ranks, subject=subject, rates=VOLUME_COSTS, logits=f"dim{dim}")
             continue
-        found = divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
+        found = divide(build, loss, batch, num_ranks, subject=subject, rates=VOLUME_COSTS, logits=f"dim{dim}")
         if dim == 1 and reduction != "none":
             assert found.forward == {"all_reduce": 2} and found.backward == {}  # PyTorch: 3
