@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
-from meshloom.core.mesh import Mesh
-from meshloom.launch.processes.launcher import run_ranks
-from tests.covering import Case
-from tests.matrix import SETTINGS, covering_cases, thorough_cases
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+from tests.covering import Case, covering
+from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors
+from tests.processes import on_ranks
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.mark.parametrize(
-    "dp", [pytest.param(dp, marks=() if dp == 3 else pytest.mark.slow) for dp in SETTINGS["dp"] if dp > 1]
-)
-def test_a_plan_on_processes_equals_one_device(
-    dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (
-        _on_processes([case for case in covering_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch)
-        == []
-    )
+SETTINGS: dict[str, list[Any]] = {
+    "dp": [1, 2, 3, 4, 8],
+    "microbatches": [1, 2, 5],
+    "zero": [0, 1],
+    "shares": ["even", "uneven", "empty"],
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+}
+DATA = {"cnn": images, "gpt": texts}
 
 
-@pytest.mark.slow
+def plan_of(case: Case) -> Plan:
+    """The plan; buckets are small, so that even these models have several."""
+    return Plan(dp=case["dp"], microbatches=case["microbatches"], zero=case["zero"], bucket_bytes=600)
+
+
+def job_of(case: Case) -> Job:
+    """Three steps, the last of which has a short batch."""
+    chunks = case["dp"] * case["microbatches"]
+    sizes = {"even": 2 * chunks, "uneven": 2 * chunks + max(1, chunks - 1), "empty": max(1, chunks // 2)}
+    batch = sizes[case["shares"]]
+    data = partial(DATA.get(case["model"], vectors), 2 * batch + max(1, batch // 2))
+    return make_job(case["model"], case["optimizer"], batch_size=batch, data=data)
+
+
+def wrong(cases: list[Case]) -> list[str] | None:
+    """A line for each case that differs, in float64; None on ranks that do not report."""
+    reports = [
+        (case, verify(job_of(case), plan_of(case), devices="cpu", steps=3, dtype=torch.float64))
+        for case in cases
+    ]
+    if reports[-1][1] is None:
+        return None
+    return [f"{case}: {report.worst(1)}" for case, report in reports if report and not report.passed]
+
+
+@pytest.mark.processes
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dp", [dp for dp in SETTINGS["dp"] if dp > 1])
-def test_every_three_settings_on_processes_equal_one_device(
-    dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (
-        _on_processes([case for case in thorough_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch)
-        == []
-    )
-
-
-def _on_processes(cases: list[Case], dp: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What differs when the same rank processes verify all cases."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    file, result = directory / "cases.json", directory / "result.json"
-    file.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "tests.matrix_ranks", str(file), str(result)]
-    assert run_ranks(command, Mesh(dp=dp), "cpu", "") == 0
-    return json.loads(result.read_text())
+@pytest.mark.parametrize(
+    ("dp", "strength"),
+    [
+        pytest.param(dp, strength, marks=() if (dp, strength) == (3, 2) else pytest.mark.slow)
+        for strength in (2, 3)
+        for dp in SETTINGS["dp"][1:]
+    ],
+)
+@pytest.mark.every
+def test_plans_on_processes_equal_one_device(dp: int, strength: int) -> None:
+    candidates = {2: 60, 3: 20}[strength]
+    cases = [each for each in covering(SETTINGS, strength, candidates=candidates) if each["dp"] == dp]
+    assert on_ranks(wrong, dp, cases, timeout_seconds=1100.0)[0] == []
