@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
+from meshloom.pipeline.runtime.run import ActionListener, PipelineRun
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
-from tests.jobs import make_job
-from tests.pipelines import run_pipeline, subject_of
+from tests.fitted import fitted
+from tests.jobs import make_job, texts
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 RANKS = 2
@@ -57,21 +59,17 @@ class Saved:
 
 
 def kept(schedule: str, num_microbatches: int) -> list[int]:
-    """[rank] most bytes at a time. Parameters are in it: saved by every microbatch, counted once."""
-    job = make_job("gpt", "sgd")
-    data = job.data()
-    subject = subject_of(
-        job,
-        [
-            default_collate([data[(number + each) % len(data)] for each in range(2)])
-            for number in range(num_microbatches)
-        ],
-    )
+    """[rank] most bytes at a time in a step. Parameters are in it: saved by every microbatch, counted once."""
+    job = make_job("gpt", "sgd", batch_size=2 * num_microbatches, data=partial(texts, 2 * num_microbatches))
     watches = [Kept() for _ in range(RANKS)]
-    ran = run_pipeline(
-        subject, make_schedule(schedule, RANKS, num_microbatches), listener=lambda rank: watches[rank]
-    )
-    assert ran.error <= 1e-10, ran.what
+    run = PipelineRun.run
+
+    def watched(self: PipelineRun, listeners: Sequence[ActionListener] = (), *meet: Any) -> None:
+        run(self, [*listeners, watches[self._group.rank]], *meet)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineRun, "run", watched)
+        fitted(job, f"pp={RANKS},microbatches={num_microbatches},schedule={schedule}", steps=1)
     assert [watch.now for watch in watches] == [0] * RANKS
     return [watch.most for watch in watches]
 

@@ -53,6 +53,7 @@ def predicted(text: str, *, one_copy: bool = False) -> tuple[RankMemory, ...]:
         ("dp=2,recompute=selective", CLOSE),
         ("pp=2,microbatches=4,recompute=full", CLOSE),
         ("tp=2,recompute=full", CLOSE),
+        ("pp=2,microbatches=4,schedule=gpipe", CLOSE),
         ("pp=2,microbatches=4,schedule=interleaved", CLOSE),
         ("pp=2,microbatches=4,schedule=zb-h1", CLOSE),
         ("pp=2,microbatches=4,schedule=zb-v", CLOSE),
