@@ -1,10 +1,8 @@
-"""Jobs whose training forward reads buffers that it writes, and a plain loop that trains them by the rule of
-docs/contract.md."""
+"""Jobs whose training forward reads buffers that it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +12,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from meshloom.core.buffer_rules import BufferRule, ema
 from meshloom.core.job import Evaluate, Job
-from tests.jobs import Samples, class_loss, vectors
-
-Buffers = Mapping[str, Tensor]
-# (name, before the step, after each chunk) -> after the step
-Merge = Callable[[str, Buffers, Sequence[Buffers]], Tensor]
+from tests.jobs import class_loss, vectors
 
 
 class Spectral(nn.Module):
@@ -166,66 +160,21 @@ class Observed(nn.Module):
         return self.head(x / (1 + self.greatest - self.least))
 
 
-def last(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """Of all that a chunk writes."""
-    return ends[-1][name]
-
-
-def averaged(decay: float) -> Merge:
-    """A moving average that each chunk moves once."""
-
-    def merge(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-        value = start[name]
-        for end in ends:
-            value = decay * value + (end[name] - decay * start[name])
-        return value
-
-    return merge
-
-
-def counted(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """A counter."""
-    return start[name] + sum(end[name] - start[name] for end in ends)
-
-
-def renormed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """Of `BatchRenorm`."""
-    return counted(name, start, ends) if name.endswith("calls") else averaged(0.9)(name, start, ends)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, how its chunks' writes come together, and how the job declares it."""
-
-    model: Callable[[], nn.Module]
-    merge: Merge
-    rules: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
-
-
 def extreme(which: Callable[[Tensor], Tensor]) -> BufferRule:
     """The rule of what observers see."""
     return lambda before, left: which(torch.stack(list(left)))
 
 
-def observed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """The least or the greatest that a chunk left."""
-    value = ends[0][name]
-    for end in ends:
-        value = torch.minimum(value, end[name]) if name == "least" else torch.maximum(value, end[name])
-    return value
-
-
-CASES = {
-    "spectral norm": Case(lambda: Spectral(parametrizations.spectral_norm), last),
-    "spectral norm as a hook": Case(lambda: Spectral(spectral_norm), last),
-    "moco": Case(MoCo, last),
-    "shifted queue": Case(Shifted, last, {"queue": "last"}),
-    "dino": Case(DINO, averaged(0.9), {"centre": ema(0.9)}),
-    "batch renorm": Case(Renormed, renormed, {"*.calls": "sum", "layers.*": ema(0.9)}),
-    "annealed": Case(Annealed, counted, {"steps": "sum"}),
-    "observed": Case(
-        Observed, observed, {"least": extreme(lambda x: x.amin(0)), "greatest": extreme(lambda x: x.amax(0))}
-    ),
+# a model, and how the job declares what its chunks write
+CASES: dict[str, tuple[Callable[[], nn.Module], Mapping[str, BufferRule]]] = {
+    "spectral norm": (lambda: Spectral(parametrizations.spectral_norm), {}),
+    "spectral norm as a hook": (lambda: Spectral(spectral_norm), {}),
+    "moco": (MoCo, {}),
+    "shifted queue": (Shifted, {"queue": "last"}),
+    "dino": (DINO, {"centre": ema(0.9)}),
+    "batch renorm": (Renormed, {"*.calls": "sum", "layers.*": ema(0.9)}),
+    "annealed": (Annealed, {"steps": "sum"}),
+    "observed": (Observed, {"least": extreme(lambda x: x.amin(0)), "greatest": extreme(lambda x: x.amax(0))}),
 }
 # over 8 chunks: five of 2 samples, three of 1; batch renormalisation has variances of one sample, too
 BATCH = 13
@@ -233,84 +182,11 @@ BATCH = 13
 
 def job_of(case: str, **settings: Any) -> Job:
     """SGD with momentum; the same samples in the same order."""
+    model, rules = CASES[case]
     known: dict[str, Any] = {
-        "model": CASES[case].model, "loss": class_loss, "data": lambda: vectors(4 * BATCH), "batch_size": BATCH, "steps": 4, "shuffle": False,
+        "model": model, "loss": class_loss, "data": lambda: vectors(4 * BATCH), "batch_size": BATCH, "steps": 4, "shuffle": False,
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), "seed": 3,
-        "buffers": CASES[case].rules,
+        "buffers": rules,
         "evaluate": Evaluate(data=lambda: vectors(11), metrics={"loss": class_loss}, every=1),
     }  # fmt: skip
     return Job(**{**known, **settings})
-
-
-@dataclass(frozen=True)
-class Trained:
-    """losses, metrics: of every step. state: afterwards."""
-
-    losses: list[float]
-    metrics: list[float]
-    state: dict[str, Tensor]
-
-
-def by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int = 4) -> Trained:
-    """One device in float64, also where the code names no precision, whose chunks all start from the buffers
-    of before the step.
-
-    model: as a run starts from it.
-    """
-    usual, samples, held_out = torch.get_default_dtype(), vectors(4 * BATCH), vectors(11)
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _by_the_rule(case, model, num_chunks, steps, samples, held_out)
-    finally:
-        torch.set_default_dtype(usual)
-
-
-def _by_the_rule(
-    case: str, model: nn.Module, num_chunks: int, steps: int, samples: Samples, held_out: Samples
-) -> Trained:
-    model.double().train()
-    optimizer = torch.optim.SGD(
-        [each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9
-    )
-    losses: list[float] = []
-    metrics: list[float] = []
-    for step in range(steps):
-        rows = torch.arange(step * BATCH, (step + 1) * BATCH)
-        start, ends, total = _buffers(model), [], 0.0
-        optimizer.zero_grad()
-        for chunk in rows.tensor_split(num_chunks):
-            _put(model, start)
-            loss = class_loss(model, _batch(samples, chunk)) * len(chunk)
-            (loss / BATCH).backward()
-            total += float(loss.detach())
-            ends.append(_buffers(model))
-        _put(model, {name: CASES[case].merge(name, start, ends) for name in start})
-        optimizer.step()
-        losses.append(total / BATCH)
-        model.eval()
-        with torch.no_grad():
-            metrics.append(float(class_loss(model, _batch(held_out, torch.arange(11)))))
-        model.train()
-    return Trained(
-        losses,
-        metrics,
-        {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())},
-    )
-
-
-def _batch(samples: Any, rows: Tensor) -> dict[str, Tensor]:
-    found = [samples[int(row)] for row in rows]
-    return {
-        "x": torch.stack([each["x"] for each in found]).double(),
-        "y": torch.stack([each["y"] for each in found]),
-    }
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_buffers()}
-
-
-def _put(model: nn.Module, values: Buffers) -> None:
-    with torch.no_grad():
-        for name, each in model.named_buffers():
-            each.copy_(values[name])

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import meshloom as ml
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from tests.jobs import class_loss
@@ -74,28 +73,6 @@ class Doubles(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"x": self.fields["x"][index].double(), "y": self.fields["y"][index]}
 
 
-def one_device(job: Job, num_chunks: int, *, drop_last: bool = False) -> list[Tensor]:
-    """The parameters after a plain loop over the same chunks, each seeded, with the step counted by hand."""
-    seed_everything(model_seed(job.seed))
-    model = job.model()
-    optimizer: Any = job.optimizer(list(model.named_parameters()))
-    data = job.data()
-    each = 2 if drop_last else 3
-    for step in range(STEPS):
-        order = sample_order(job.seed, step // each, len(data), True)[step % each * 12 :][:12]
-        optimizer.zero_grad()
-        size = len(order) // num_chunks
-        for chunk in range(num_chunks):
-            samples = [data[i] for i in order[chunk * size : (chunk + 1) * size]]
-            seed_everything(chunk_seed(job.seed, step, chunk))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ml, "step", lambda step=step: step)
-                batch = {key: torch.stack([each[key] for each in samples]) for key in ("x", "y")}
-                (job.loss(model, batch) * size / len(order)).backward()
-        optimizer.step()
-    return [each.detach() for each in model.parameters()]
-
-
 def trained(job: Job, plan: str, **settings: Any) -> list[Tensor]:
     with Trainer(job, plan=plan, devices="simulated", **settings) as trainer:
         trainer.fit()
@@ -112,7 +89,7 @@ def check_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("plan", EAGER)
 @pytest.mark.long
 def test_one_device_and_all_replicas_draw_alike(plan: str) -> None:
-    check_equal(trained(job_of(), plan), one_device(job_of(), 2))
+    equals_one_device(job_of(), plan, steps=STEPS, dtype=None)
 
 
 def test_the_users_generators_are_left_as_they_were() -> None:

@@ -17,67 +17,23 @@ from torch.nn import functional as F
 
 import meshloom as ml
 from meshloom.core.errors import JobError, MeshloomError
-from meshloom.core.plan import Plan
-from meshloom.core.random import model_seed, seed_everything
 from meshloom.program.ir.parameter_writes import untrained_write
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.covering import marked
 from tests.teacher_jobs import JOBS, in_place, teacher_job
+from tests.verified import equals_one_device
 
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"]
 TOLERANCE: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64, other orders of sums
 
 
-def trained(name: str, plan: str) -> tuple[dict[str, Tensor], Any, Any]:
-    """Full state after all steps, in float64, with an evaluation in between; losses; the summary."""
-    with Trainer(
-        JOBS[name](), Plan.parse(plan), devices="simulated", dtype=torch.float64, listener=QUIET
-    ) as trainer:
-        losses = [trainer.step(batch) for batch in trainer.batches()]
-        state = {key: each.clone() for key, each in trainer.together(full_state)[0].items()}
-        return state, losses, None
-
-
-def one_device(name: str, plan: str) -> tuple[dict[str, Tensor], list[float]]:
-    """A plain loop that knows the update: the teacher of every chunk starts as the step found it, and moves once for
-    each chunk."""
-    job, parsed = JOBS[name](), Plan.parse(plan)
-    seed_everything(model_seed(job.seed))
-    model: Any = job.model().double()
-    made: Any = job.optimizer([each for each in model.named_parameters() if each[1].requires_grad])
-    losses: list[float] = []
-    with Trainer(job, Plan.parse(plan), devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
-        for batch in trainer.batches():
-            given = {chunk.index: chunk for shares in batch.shares for chunk in shares if chunk.samples}
-            chunks = [given[index] for index in sorted(given)]
-            made.zero_grad()
-            start = {key: each.clone() for key, each in model.teacher.named_parameters()}
-            total = 0.0
-            for chunk in chunks:
-                for key, each in model.teacher.named_parameters():
-                    each.data = start[key].clone()
-                loss = job.loss(
-                    model,
-                    {
-                        key: each.double() if each.is_floating_point() else each
-                        for key, each in chunk.data.items()
-                    },
-                )
-                (loss * chunk.samples / job.batch_size).backward()  # type: ignore[union-attr]
-                total += float(loss.detach()) * chunk.samples / job.batch_size  # type: ignore[arg-type]
-            for key, each in model.teacher.named_parameters():
-                each.data = start[key]
-            rate = 0.0 if name.endswith("copied") else 0.9
-            for _ in chunks:
-                for p, q in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
-                    p.data = rate * p.data + (1 - rate) * q.data
-            made.step()
-            losses.append(total)
-            trainer.synchronous.next_step = batch.step + 1  # type: ignore[union-attr]
-    assert parsed.num_chunks >= 1
-    return {key: each.detach().clone() for key, each in model.named_parameters()}, losses
+def trained(name: str, plan: str) -> dict[str, Tensor]:
+    """Full state after all steps, in float64."""
+    with Trainer(JOBS[name](), plan, devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
+        trainer.fit()
+        return {key: each.clone() for key, each in trainer.together(full_state)[0].items()}
 
 
 USUAL = [("first, in place", "dp=2"), ("first, new data", "dp=2,zero=3")]
@@ -89,11 +45,7 @@ OFTEN = [("last, in place", "pp=2,microbatches=2"), ("in the forward", "tp=2")]
 @pytest.mark.parametrize(("name", "plan"), marked(USUAL, OFTEN, product(JOBS, PLANS)))
 def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
     """Replicas had teachers of their own, under dp, without a word; tp and pp refused the loss."""
-    state, losses, _ = trained(name, plan)
-    expected, wanted = one_device(name, plan)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), **TOLERANCE)
-    for key, each in expected.items():
-        torch.testing.assert_close(state[key], each, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
+    equals_one_device(JOBS[name](), plan, steps=3)
 
 
 def test_a_teacher_that_is_written_later_is_an_error() -> None:
@@ -125,7 +77,7 @@ def test_a_teacher_without_a_rule_is_refused_with_what_to_write(name: str, plan:
 @pytest.mark.processes
 def test_replicas_that_share_parameters_have_teachers_of_their_own() -> None:
     """With one copy for all replicas of a host the teacher was an error."""
-    state, _, _ = trained("last, in place", "dp=2")
+    state = trained("last, in place", "dp=2")
     for found in on_ranks(_on_processes, 2):
         for name, each in found.items():
             torch.testing.assert_close(state[name], each, **TOLERANCE)
@@ -160,7 +112,7 @@ def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
         ) as trainer:
             trainer.fit()
             state = {key: each.clone() for key, each in trainer.together(full_state)[0].items()}
-    expected = trained(name, "dp=2")[0]
+    expected = trained(name, "dp=2")
     if plan == "dp=2,zero=3":  # with tp=2 a step has one chunk
         for key, each in expected.items():
             torch.testing.assert_close(state[key], each, **TOLERANCE)
