@@ -23,8 +23,8 @@ from meshloom.planner.readings import Readings
 from meshloom.program.opaque.call import ChangedCallError
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
-from meshloom.verify.run import verify
 from tests.covering import slow
+from tests.opaque_jobs import equal
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -113,11 +113,6 @@ def refused(call: Callable[..., Tensor], text: str, **settings: Any) -> str:
     return str(found.value)
 
 
-def equal(job: Job, plan: str) -> bool:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    return report is not None and report.passed
-
-
 def calls_of(program: Any) -> list[Any]:
     return [call_of_node(node) for node in program.nodes if is_opaque(node)]
 
@@ -136,21 +131,6 @@ def test_a_call_is_one_operator_of_a_program_and_the_function_elsewhere() -> Non
     program = capture(reading)
     assert program.opaque == {f"@{__name__}:read;layers": "it is marked with @ml.leaf"}
     assert not any("gru" in node.operator for node in program.nodes)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        slow("tp=2"),
-        slow("pp=2,microbatches=2,schedule=zb-h1"),
-        slow("dp=2,zero=3"),
-        pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
-        slow("dp=2,zero=3,pp=2,recompute=full"),
-        slow("tp=2,recompute=selective"),
-    ],
-)
-def test_it_equals_one_device(plan: str) -> None:
-    assert equal(job_of(reading), plan)
 
 
 # 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.covering import few
+from tests.covering import marked
 from tests.opaque_jobs import (
     LENGTH,
     PARTS,
@@ -49,21 +50,11 @@ PLANS = [
     "pp=2,tp=2,microbatches=4,schedule=zb-h1,recompute=full",
     "dp=2,pp=2,zero=3,recompute=selective",
 ]
-FOUND = {
-    "router": ["parts.0"],
-    "own function": ["parts.0"],
-    "branches": ["parts.0"],
-    "numpy": ["parts.0"],
-    "buffers": ["parts.0"],
-    "dropout": ["parts.0.router"],
-    "packed": ["parts.0"],
-    "hooks": ["parts.0"],
-    "frozen": ["parts.0.router"],
-    "attribute": ["parts.0.part"],
-    "scripted": ["parts.0"],
-    "normed": ["parts.0"],
-    "normed over all chunks": ["parts.0"],
-}
+INNER = {
+    "dropout": "parts.0.router",
+    "frozen": "parts.0.router",
+    "attribute": "parts.0.part",
+}  # of others the whole part
 
 
 def captured(job: Job, *, training: bool = True) -> Program:
@@ -75,30 +66,17 @@ def leaf_paths(program: Program) -> Sequence[str]:
     return sorted(program.opaque)
 
 
-@pytest.mark.covering("hooks")
-@pytest.mark.parametrize("name", ["router", "hooks"])
 @pytest.mark.long
-def test_the_module_of_a_line_that_cannot_be_captured_is_a_leaf(name: str) -> None:
-    assert leaf_paths(captured(part_job(name))) == FOUND[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(PARTS) - {"router", "hooks"}))
-def test_it_is_found_in_each_kind(name: str) -> None:
-    assert leaf_paths(captured(part_job(name))) == FOUND[name]
-
-
-@pytest.mark.covering("3")
-@pytest.mark.long
-@pytest.mark.parametrize("number", few(range(len(PARTS)), 5, pytest.mark.slow))
-def test_parts_equal_one_device(number: int) -> None:
-    name = sorted(PARTS)[number]
-    assert equal(part_job(name), PLANS[number % len(PLANS)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.covering("hooks", "router")
 @pytest.mark.parametrize("name", sorted(PARTS))
+def test_the_module_of_a_line_that_cannot_be_captured_is_a_leaf(name: str) -> None:
+    assert leaf_paths(captured(part_job(name))) == [INNER.get(name, "parts.0")]
+
+
+FIRST = sorted(PARTS)[3], PLANS[3]
+
+
+@pytest.mark.parametrize(("name", "plan"), marked((), [FIRST], itertools.product(sorted(PARTS), PLANS)))
 def test_every_part_equals_one_device_under_every_plan(name: str, plan: str) -> None:
     assert equal(part_job(name), plan)
 
