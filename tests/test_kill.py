@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.killing import (
     SECONDS_TO_TELL,
     assert_nothing_left,
     kill_a_rank,
-    kill_the_launcher,
     running,
     steps_after_resume,
     told,
@@ -42,13 +40,3 @@ def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     assert_nothing_left(out)
     began, ended = steps_after_resume(command(out), out)
     assert began > 0 and ended == began + 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seconds", [0.5, 6.0])
-def test_a_killed_launcher_leaves_nothing(seconds: float, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with running(command(out)) as process:
-        time.sleep(seconds)
-        kill_the_launcher(process, out)

@@ -36,7 +36,6 @@ from tests.killing import (
     wait_for_checkpoint,
 )
 from tests.processes import on_ranks
-from tests.saving_jobs import names_in
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_export")]
 ACTION = r"(computing|waiting before|about to go on before) (?P<stage>\d)[FB]\d of step \d+ \(stage (?P=stage), (forward|backward) of microbatch \d\)"
@@ -99,22 +98,6 @@ def test_a_rank_killed_in_an_action_is_named_with_it(tmp_path: Path):
     assert_nothing_left(out)
 
 
-@pytest.mark.slow
-def test_a_rank_that_loops_for_ever_in_the_loss_is_named_with_its_action(tmp_path: Path):
-    out, file = tmp_path / "run", tmp_path / "trouble"
-    with troubled(words(QUICK, out, "--hang-seconds", "2"), file) as process:
-        wait_for_checkpoint(process, out)
-        begin_trouble(file, "0 loop")
-        errors, _ = told(process)
-    assert process.returncode == 1
-    assert re.search(
-        rf"{name_of(0, QUICK)} has been computing 0F\d of step \d+ .* the other ranks of its replica wait for it",
-        errors,
-    ), errors
-    assert re.search(r'pipeline_kill_job.py", line \d+ in trouble', errors), errors  # its stack
-    assert_nothing_left(out)
-
-
 def _lost_peer() -> str:
     """Rank 1 ends within an action of the second step; what rank 0 says of it."""
     job, seen = replace(make_job("mlp", "sgd"), batch_size=12), list[str]()
@@ -147,26 +130,6 @@ def test_who_loses_a_peer_says_before_which_action_also_without_our_launcher():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(rank: int, tmp_path: Path):
-    out, plan = tmp_path / "run", GRIDS[0]
-    with running(words(plan, out)) as process:
-        wait_for_checkpoint(process, out)
-        # one that is being written
-        while not [name for name in names_in(out) if not name.startswith("step-")]:
-            assert process.poll() is None, process.communicate()
-        ranks(psutil.Process(process.pid))[rank].kill()
-        at = time.monotonic()
-        errors, ended = told(process)
-    assert ended - at < SECONDS_TO_TELL
-    assert re.search(rf"{name_of(rank, plan)} was killed by SIGKILL.* while ", errors), errors
-    assert_nothing_left(out)
-    began, last = steps_after_resume(words(plan, out), out)
-    assert began > 0 and last == began + 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_launcher_killed_while_a_rank_hangs_leaves_nothing(tmp_path: Path):
     out, file = tmp_path / "run", tmp_path / "trouble"
     with troubled(words(GRIDS[0], out), file) as process:
@@ -195,11 +158,14 @@ def test_hangs_within_ten_seconds(plan: str, tmp_path: Path):
             errors, ended = told(process)
         assert process.returncode == 1, errors
         what = (
-            "has been stopped \\(SIGSTOP\\) for \\d+ s while"
+            r"has been stopped \(SIGSTOP\) for \d+ s while"
             if attempt % 2
-            else "has been computing \\dF\\d of step"
+            else r"has been computing \dF\d of step \d+ .* the other ranks of its replica wait for it"
         )
         assert re.search(rf"{name_of(rank, plan)} {what}", errors), errors
+        assert attempt % 2 or re.search(r'pipeline_kill_job.py", line \d+ in trouble', errors), (
+            errors
+        )  # its stack
         assert ended - at < SECONDS_TO_TELL, (rank, ended - at)
         assert_nothing_left(out)
     began, last = steps_after_resume(words(plan, out), out)
