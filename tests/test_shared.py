@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.buckets import spread
 from meshloom.exchange.copies import OneEach
 from meshloom.exchange.shared import OneForAll
@@ -23,10 +22,8 @@ from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.replica.exchanges.sharing import why_separate
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.findings import Report
 from tests.covering import slow
 from tests.jobs import MLP, make_job
-from tests.verified import report_on
 
 pytestmark = (
     pytest.mark.on_cpu
@@ -36,46 +33,6 @@ QUIET = Listener(started=lambda text: None)
 
 def open_trainer(job: Job, plan: str = "dp=3,bucket_bytes=300", **settings: Any) -> Trainer:
     return Trainer(job, plan, devices="simulated", **{"listener": QUIET, "share": True, **settings})
-
-
-def verified(job: Job, plan: Plan, **settings: Any) -> Report:
-    return report_on(job, plan, **{"dtype": None, **settings})
-
-
-PLANS = [
-    Plan(dp=2, microbatches=2, bucket_bytes=300),
-    Plan(dp=3, zero=1, bucket_bytes=300),
-    Plan(dp=4, bucket_bytes=10**9, overlap=False),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("mlp", "sgd"),
-        ("gpt", "muon"),
-        ("cnn", "adamw"),
-        ("unused_twice", "adamw"),
-        ("branch", "adafactor"),
-    ],
-)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.slow
-def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> None:
-    report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
-    assert report.passed, report.worst()
-    assert max(report.owned) < 1  # each owns a part
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("silent_export")
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=2, tp=2, bucket_bytes=300), Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300)], ids=str
-)
-@pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw"), ("gpt", "muon")])
-def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan: Plan) -> None:
-    report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
-    assert report.passed, report.worst()
 
 
 @pytest.mark.long
