@@ -8,38 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from tests.jobs import token_loss
+from tests.jobs import Block, token_loss
 
 WORDS = 97
-
-
-class Block(nn.Module):
-    """Attention to earlier tokens and two layers. [batch, tokens, width] -> the same."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        q, k, v = (
-            each.view(batch, tokens, self.heads, -1).transpose(1, 2)
-            for each in self.qkv(self.before(x)).chunk(3, dim=-1)
-        )
-        mixed = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(batch, tokens, width)
-        )
-        x = x + self.dropout(self.out(mixed))
-        return x + self.down(F.gelu(self.up(self.between(x))))
 
 
 class Texts(nn.Module):

@@ -18,7 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.covering import marked
-from tests.verified import equals_one_device, report_on
+from tests.verified import equals_one_device
 
 ROWS = 23
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
@@ -119,11 +119,6 @@ def job(case: str, **settings: Any) -> Job:
     )
 
 
-def passes(case: str, plan: str) -> bool:
-    report = report_on(job(case), plan, steps=3)
-    return report.passed
-
-
 OFTEN = [("sum", "dp=2,pp=2,tp=2"), ("weights", "tp=2")]
 USUAL = [("offsets", "dp=2"), ("padding", "dp=2,zero=3")]
 
@@ -132,7 +127,7 @@ USUAL = [("offsets", "dp=2"), ("padding", "dp=2,zero=3")]
 @pytest.mark.parametrize(("case", "plan"), marked(USUAL, OFTEN, product(CASES, PLANS)))
 @pytest.mark.long
 def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
-    assert passes(case, plan)
+    equals_one_device(job(case), plan, steps=3)
 
 
 @pytest.mark.parametrize("case", NORMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 import re
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,6 @@ class Plain(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.inner = nn.Sequential(nn.Dropout(0.1))
-        self.calls = 0
         self.previous = torch.zeros(3)
         self.register_buffer("seen", torch.zeros(3))
 
@@ -55,23 +53,6 @@ class LayerDrop(Plain):
         if random.uniform(0, 1) > 0.001:  # here
             x = self.layer(x)
         return self.layer(x)
-
-
-class Clock(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * (time.perf_counter() % 1)
-
-
-class ClockTensor(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.tensor([time.perf_counter() % 1])
-
-
-class Counter(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.calls += 1
-        return y / self.calls
 
 
 class Switch(Plain):
@@ -183,14 +164,6 @@ def test_refused_with_the_line(kind: type[Plain]):
     assert "Plans with dp and zero alone run the module as it is" in message and "\n" not in message
     assert refused.value.exit_code == 2
     assert generators[1] == random.getstate() and generators[2] == numpy.random.get_state()[1].tolist()
-
-
-@pytest.mark.parametrize("kind", [Python, Numpy, Clock, ClockTensor, Counter], ids=lambda kind: kind.__name__)
-def test_raw_export_keeps_the_first_value_for_ever(kind: type[Plain]):
-    model, batch = kind(), torch.randn(5, 3)
-    raw = torch.export.export(model, (batch,), strict=False).module()
-    eager, frozen = ([function(batch) for _ in range(3)] for function in (model, raw))
-    assert not torch.equal(eager[1], eager[2]) and torch.equal(frozen[1], frozen[2])
 
 
 def test_a_buffer_that_grows_is_refused():

@@ -133,20 +133,13 @@ def test_the_loss_over_pairs_is_that_of_the_whole_batch(plan: str):
     assert losses_of(job_of(), plan) == pytest.approx(one, **EXACT)
 
 
-@pytest.mark.parametrize("loss", [own_rows, weighted, supervised])
-@pytest.mark.long
-def test_own_rows_against_all_add_up_to_the_whole(loss: Any):
-    """And so does the last batch of an epoch, in which shares differ: 3, 3, 2, 2 and then 2, 1, 1, 1."""
-    job = job_of(loss, num_items=25, batch_size=10)
-    assert losses_of(job, "dp=4") == pytest.approx(losses_of(job, "dp=1"), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("loss", "plan"),
     [(whole, "dp=4"), (own_rows, "dp=2,zero=3"), (weighted, "dp=3,shares=4+2+1"), pytest.param(supervised, "dp=2", marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.long
 def test_verification_runs_the_chunks_together(loss: Any, plan: str):
+    """Also the last batch of an epoch, in which shares differ."""
     report = verified(job_of(loss, num_items=25, batch_size=10), plan)
     assert report.passed, report.worst()
     assert report.whole.equal
@@ -406,10 +399,14 @@ REFUSED: dict[str, tuple[Any, str, type[Exception], str]] = {
         lambda: whole, "dp=2,exchange=async", PlanError,
         "with exchange=async workers take none.",
     ),
-    "a program": (
-        lambda: whole, "dp=2,recompute=full", CaptureError,
-        "meshloom.gather() joins samples of replicas within the loss, and a program computes one replica's part",
-    ),
+    **{
+        f"a program under {plan}": (
+            lambda: whole, plan, CaptureError,
+            "meshloom.gather() joins samples of replicas within the loss, and a program computes one replica's part without waiting for others. "
+            "Use dp alone, with zero=3",
+        )
+        for plan in ("dp=2,tp=2", "dp=2,pp=2", "dp=2,recompute=full")
+    },
 }  # fmt: skip
 
 
@@ -437,15 +434,6 @@ def test_a_metric_is_refused_before_the_first_step():
         JobError, match=r"Metric 'pairs': it calls meshloom.gather\(\), and replicas evaluate"
     ):
         losses_of(job_of(evaluate=evaluate), "dp=2")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2", "dp=2,recompute=full"])
-def test_what_needs_a_program_is_refused(plan: str):
-    with pytest.raises(
-        CaptureError, match=r"meshloom.gather\(\) joins samples of replicas .* Use dp alone, with zero=3"
-    ):
-        ml.Trainer(job_of(steps=1), plan, devices="simulated", listener=QUIET)
 
 
 def test_a_loss_that_is_not_finite_is_located():

@@ -20,48 +20,14 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.step import gpt
 from meshloom.core.job import Job
 from meshloom.planner import describe as planner
 from meshloom.planner import readings
 from meshloom.report.description import print_description
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, WIDTH, HEADS, VOCABULARY, LENGTH = 96, 12288, 96, 50257, 2048
-
-
-class Block(nn.Module):
-    """A GPT's block with separate q, k, v."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (
-            each(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Learned positions, untied head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(BLOCKS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+GPT3 = gpt.Size(vocabulary=50257, width=12288, blocks=96, heads=96, length=2048, tied=False)
 
 
 def next_token(model: nn.Module, batch: Tensor) -> Tensor:
@@ -93,10 +59,10 @@ def measure() -> None:
     ):
         timed(module, name)
     job = Job(
-        model=GPT,
+        model=lambda: gpt.GPT(GPT3),
         loss=next_token,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
-        data=lambda: [torch.zeros(LENGTH + 1, dtype=torch.int64)],
+        data=lambda: [torch.zeros(GPT3.length + 1, dtype=torch.int64)],
         batch_size=1,
         steps=1,
     )
@@ -135,12 +101,15 @@ def test_175_billion_parameters_are_described_in_half_a_minute_and_four_gigabyte
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     print(done.stdout)
-    block = 12 * WIDTH**2 + 13 * WIDTH  # four times W x W, two of W x 4W; their biases, and two norms
-    parameters = BLOCKS * block + (2 * VOCABULARY + LENGTH + 2) * WIDTH
+    block = (
+        12 * GPT3.width**2 + 13 * GPT3.width
+    )  # four times W x W, two of W x 4W; their biases, and two norms
+    parameters = GPT3.blocks * block + (2 * GPT3.vocabulary + GPT3.length + 2) * GPT3.width
     assert 174e9 < parameters < 177e9 and found["parameters"] == parameters
     assert (
         found["flops"]
-        == BLOCKS * (24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH) + 2 * LENGTH * WIDTH * VOCABULARY
+        == GPT3.blocks * (24 * GPT3.length * GPT3.width**2 + 4 * GPT3.length**2 * GPT3.width)
+        + 2 * GPT3.length * GPT3.width * GPT3.vocabulary
     )
     memory = found["memory"]
     assert memory["parameters"] == memory["gradients"] == 4 * parameters

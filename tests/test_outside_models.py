@@ -126,22 +126,12 @@ def losses_of(job: Job, plan: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
-@pytest.mark.slow
-def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: str):
-    before = values()
-    expected = losses_of(job_of(lambda: Net(**KINDS[kind]())), "dp=1")
-    assert len(expected) == 8 and expected[-1] < expected[0]
-    assert losses_of(job_of(lambda: Net(**KINDS[kind]())), plan) == pytest.approx(expected, rel=1e-5)
-    for was, now in zip(before, values(), strict=True):
-        assert np.array_equal(was, now) and was.dtype == now.dtype
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.slow
-def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan: str, kind: str):
+def test_ranks_in_one_process_have_copies_of_what_lies_outside_and_verification_converts_none(
+    dtype: torch.dtype | None, plan: str, kind: str
+):
     before = values()
     equals_one_device(job_of(lambda: Net(**KINDS[kind]())), plan, quick=False, dtype=dtype, steps=3)
     for was, now in zip(before, values(), strict=True):

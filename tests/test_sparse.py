@@ -226,9 +226,3 @@ def test_the_run_says_that_its_bytes_depend_on_the_rows() -> None:
     ):
         pass
     assert any("send the rows that a step uses" in note and "at most" in note for note in notes), notes
-
-
-# --- Verification.
-
-
-# --- Processes.

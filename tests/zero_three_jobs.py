@@ -195,22 +195,6 @@ class Saved(Blocks):
         return super().through(x)
 
 
-class Writing(Blocks):
-    """Counts and averages what it sees in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(6))
-
-    def through(self, x: Tensor) -> Tensor:
-        x = super().through(x)
-        if self.training:
-            self.seen += 1
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return x
-
-
 class Recurrent(nn.Module):
     """[batch, 7] -> [batch, 5]: recurrent layers, attention and a convolution."""
 
@@ -258,7 +242,6 @@ KINDS: dict[str, tuple[type[nn.Module], Callable[[Any, Any], Tensor]]] = {
     "adapted": (Adapted, class_loss),
     "read": (Read, class_loss),
     "saved": (Saved, class_loss),
-    "writing": (Writing, class_loss),
     "recurrent": (Recurrent, class_loss),
     "decayed": (Blocks, _decayed),
     "functional": (Blocks, _functional),
