@@ -19,6 +19,8 @@ from tests.jobs import make_job, texts
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 RANKS = 2
+# the same for any number of microbatches; of schedules with two stages a rank
+CUTS = dict.fromkeys(("interleaved", "zb-v"), "blocks.0+blocks.1+norm")
 
 
 class Kept:
@@ -69,7 +71,8 @@ def kept(schedule: str, num_microbatches: int) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PipelineRun, "run", watched)
-        fitted(job, f"pp={RANKS},microbatches={num_microbatches},schedule={schedule}", steps=1)
+        plan = f"pp={RANKS},microbatches={num_microbatches},schedule={schedule},cuts={CUTS.get(schedule, 'blocks.1')}"
+        fitted(job, plan, steps=1)
     assert [watch.now for watch in watches] == [0] * RANKS
     return [watch.most for watch in watches]
 
