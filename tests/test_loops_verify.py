@@ -79,6 +79,11 @@ def test_an_exact_factor_is_named(times: float, said: str):
     assert text.startswith("DIFFERS") and said in text
 
 
+def test_a_factor_that_clipping_hides_is_not_named():
+    found = compare_scripts([step(0, times=1 + 1e-7)], [step(0)], TOLERANCE).first
+    assert found and found.kind == "gradient" and found.factor is None
+
+
 def test_a_run_of_fewer_steps_differs():
     found = compare_scripts([step(0)], [step(0), step(1)], TOLERANCE)
     assert found.first and (found.first.kind, found.first.step) == ("step", 1)

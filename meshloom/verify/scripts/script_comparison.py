@@ -105,7 +105,7 @@ def compare_scripts(
 def common_factor(
     ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None], tolerance: float
 ) -> float | None:
-    """By which all of our gradients are theirs; None: there is no one factor, or it is 1.
+    """By which all of our gradients are theirs; None: there is no one factor, or it is 1 as far as it is shown: clipping hides what it was.
 
     >>> common_factor({"w": Tensor([1.0, 2.0])}, {"w": Tensor([4.0, 8.0])}, 1e-6)
     0.25
@@ -118,7 +118,7 @@ def common_factor(
     factor = fitted([(here.double(), there.double()) for here, there in pairs.values()])
     scaled = {name: factor * there for name, (_, there) in pairs.items()}
     off = relative_errors({name: here for name, (here, _) in pairs.items()}, scaled)
-    found = off and abs(factor - 1) > tolerance and all(each <= tolerance for each in off.values())
+    found = off and abs(factor - 1) > max(tolerance, 1e-6) and all(each <= tolerance for each in off.values())
     return factor if found else None
 
 
