@@ -39,15 +39,21 @@ class Looks:
         processes: list[ProcessState] | None = None,
         *,
         starved: float = 0.0,
+        worked: float = 0.0,
         step: float = LOOK_SECONDS,
     ) -> str | None:
-        """starved: share of the time in which the ranks wait for a core."""
+        """starved, worked: shares of the time in which the ranks wait for a core, and have one."""
         end = self.now + seconds
         while self.now < end:
             self.now += step
             states = processes or [ASLEEP, ASLEEP, RUNNING, ASLEEP]
             said = self.watch.look(
-                self.now, doing, [replace(each, starved_seconds=starved * self.now) for each in states]
+                self.now,
+                doing,
+                [
+                    replace(each, starved_seconds=starved * self.now, worked_seconds=worked * self.now)
+                    for each in states
+                ],
             )
             if said:
                 first, *others = said.ranks
@@ -71,12 +77,15 @@ def test_a_rank_that_computes_far_too_long_is_named_while_its_replica_waits():
 def test_ranks_of_a_script_that_all_wait_have_called_different_things():
     waiting = [replace(WAITING, phase="own code") for _ in range(4)]
     looks = Looks(HangWatch(MESH, 7.0, scripts=True))
-    assert looks.during(20, waiting) is None
-    said = looks.during(3, waiting)
-    assert said is not None and said.startswith("All ranks have waited for one another for 21 s")
+    assert looks.during(4.5, waiting) is None
+    said = looks.during(1, waiting)
+    assert said is not None and said.startswith("All ranks have waited for one another for 5 s")
     assert Looks().during(60, waiting) is None  # a job's ranks call what we call
     some = [*waiting[:3], replace(waiting[0], waits=False)]
     assert Looks(HangWatch(MESH, 7.0, scripts=True)).during(60, some) is None
+    assert Looks(HangWatch(MESH, 7.0, scripts=True)).during(60, waiting, worked=0.9) is None
+    starved = Looks(HangWatch(MESH, 7.0, scripts=True))
+    assert starved.during(9, waiting, starved=0.5) is None and starved.during(2, waiting, starved=0.5)
 
 
 def test_the_other_replica_may_still_compute():

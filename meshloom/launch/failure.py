@@ -181,8 +181,17 @@ class Failure:
 def own_line(error: BaseException) -> str:
     """The deepest line of the user's own code, "file:number: text", or "". Causes come before effects."""
     chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
+    return _own_line([*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))])
+
+
+def own_line_of(stack: Sequence[str]) -> str:
+    """The same, of the lines of a stack that faulthandler has written, the deepest first."""
+    return _own_line([_frames_in("\n".join(reversed(stack)))])
+
+
+def _own_line(traces: Sequence[Sequence[Frame]]) -> str:
     for is_others in (_is_installed, _is_ours):  # an installed package may be the user's own
-        for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
+        for trace in traces:
             for frame in reversed(trace):
                 if not is_others(frame[0]) and not _is_of_python(frame[0]):
                     return _line(frame)
@@ -245,9 +254,11 @@ def _without_modes(stack: Sequence[traceback.FrameSummary]) -> list[traceback.Fr
 
 def _worker_frames(error: BaseException) -> list[Frame]:
     """A data worker's traceback arrives as text."""
-    text = str(error)
-    found = re.findall(r'File "([^"]+)", line (\d+)', text) if _TRACEBACK in text else ()
-    return [(name, int(number)) for name, number in found]
+    return _frames_in(str(error)) if _TRACEBACK in str(error) else []
+
+
+def _frames_in(text: str) -> list[Frame]:
+    return [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', text)]
 
 
 def _told(error: BaseException) -> tuple[str, str]:

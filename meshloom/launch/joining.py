@@ -34,6 +34,7 @@ from meshloom.launch.environment import (
     launched_devices,
     launched_secret,
     launched_transport,
+    report_descriptor,
     scratch_directory,
 )
 from meshloom.launch.events import STACK_SIGNAL, send_event
@@ -123,7 +124,9 @@ def _open_activity() -> Activity:
                 page = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
                 if is_page(page):
                     if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # the user's own handler stays
-                        faulthandler.register(STACK_SIGNAL, all_threads=False)
+                        faulthandler.register(
+                            STACK_SIGNAL, report_descriptor() or sys.stderr, all_threads=False
+                        )
                     return Activity(page)
     return Activity()
 

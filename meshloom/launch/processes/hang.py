@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.25  # between looks
 LONGEST_GAP_SECONDS = 1.0  # between two looks; beyond that the launcher itself did not run
 TIMES_LONGER = 10.0
 WAITING_SECONDS = 1.0  # how long the others have waited
-TIMES_TOGETHER = 3.0  # as long as one rank may hang, all of a script may wait for one another
+TIMES_TOGETHER = 0.7  # as long as one rank may hang, all of a script may wait for one another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,12 @@ class ProcessState:
     """The operating system's view of a process.
 
     state: R runnable, S sleeping, D waiting for a disk, T stopped, t held by a debugger; "" if unknown.
-    starved_seconds: how long its main thread has waited for a core since its start.
+    starved_seconds: how long its main thread has waited for a core since its start. worked_seconds: how long it has had one.
     """
 
     state: str = ""
     starved_seconds: float = 0.0
+    worked_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class _Watched:
 
     moved: float
     stopped: bool
-    starved_before: float
+    before: ProcessState
     seconds: float = 0.0
 
 
@@ -87,20 +88,26 @@ class HangWatch:
                 return Hang(ranks=[rank], text=stopped, is_stopped=True)
             if stuck := self._stuck(rank, now, doing, processes):
                 return Hang(ranks=[rank], text=stuck, is_stopped=False)
-        if self._scripts and self._all_wait(doing):
+        if self._scripts and self._all_wait(doing, processes):
             text = (
-                f"All ranks have waited for one another for {TIMES_TOGETHER * self._seconds:.0f} s: they have called different things, as where one rank alone "
-                "saves, or skips a batch. Their lines stand above; the run was ended."
+                f"All ranks have waited for one another for {TIMES_TOGETHER * self._seconds:.0f} s, so they have called different things. Every rank "
+                "calls the model, its state and ml.save; `if ml.main:` goes around what prints and writes, and what decides (if, break, except) must come "
+                "from ml.mean. The run was ended."
             )
             return Hang(ranks=range(self._mesh.size), text=text, is_stopped=False)
         return None
 
-    def _all_wait(self, doing: Sequence[ActivitySnapshot | None]) -> bool:
+    def _all_wait(self, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> bool:
+        """Whether they do, for so long, not counting time without a core; a rank that works meanwhile adds up a large tensor."""
         limit = TIMES_TOGETHER * self._seconds
-        return all(
-            each is not None and each.waits and self._watched[rank].seconds >= limit
-            for rank, each in enumerate(doing)
-        )
+        for rank, (each, process) in enumerate(zip(doing, processes, strict=True)):
+            if each is None or not each.waits:
+                return False
+            watched = self._watched[rank]
+            waited = watched.seconds - (process.starved_seconds - watched.before.starved_seconds)
+            if waited < limit or process.worked_seconds - watched.before.worked_seconds > waited / 2:
+                return False
+        return True
 
     def _note(self, rank: int, gap: float, snapshot: ActivitySnapshot | None, process: ProcessState) -> None:
         """Add time in the same state, or begin a new one."""
@@ -109,7 +116,7 @@ class HangWatch:
             return
         watched, stopped = self._watched.get(rank), process.state == "T"
         if watched is None or (watched.moved, watched.stopped) != (snapshot.moved, stopped):
-            self._watched[rank] = _Watched(snapshot.moved, stopped, process.starved_seconds)
+            self._watched[rank] = _Watched(snapshot.moved, stopped, process)
         elif process.state not in ("D", "t"):
             watched.seconds += gap
 
@@ -138,7 +145,7 @@ class HangWatch:
         if snapshot.waits or not snapshot.longest_seconds:
             return None
         limit = max(self._seconds, TIMES_LONGER * snapshot.longest_seconds)
-        starved = processes[rank].starved_seconds - watched.starved_before
+        starved = processes[rank].starved_seconds - watched.before.starved_seconds
         team = next(ranks for ranks in self._teams if rank in ranks)
         others = [doing[other] for other in team if other != rank]
         if watched.seconds < limit or watched.seconds - starved < limit / 2 or not others:
@@ -160,7 +167,7 @@ def process_state(process: int) -> ProcessState:
     """The state of a process of this machine; unknown if it has ended, or where there is no /proc."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
-        starved = int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+        worked, starved, _ = map(int, Path(f"/proc/{process}/schedstat").read_text().split())
     except (OSError, IndexError, ValueError):
         return ProcessState()
-    return ProcessState(state=state, starved_seconds=starved)
+    return ProcessState(state=state, starved_seconds=starved / 1e9, worked_seconds=worked / 1e9)

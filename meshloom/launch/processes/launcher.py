@@ -15,7 +15,7 @@ from meshloom.core.errors import ABORTED
 from meshloom.core.mesh import Mesh
 from meshloom.launch.child_environment import script_environment
 from meshloom.launch.environment import SCRATCH
-from meshloom.launch.failure import Failure
+from meshloom.launch.failure import Failure, own_line_of
 from meshloom.launch.names import capital, rank_name
 from meshloom.launch.processes.children import Children, rank_environments
 from meshloom.launch.processes.guard import Guard
@@ -25,7 +25,7 @@ from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
 
 # how long the launcher waits for the cause after a rank has reported that another one is gone
 CAUSE_SECONDS = 1.5
-STACK_SECONDS = 0.5  # for a rank that hangs to print its stack
+STACK_SECONDS = 1.0  # for a rank that hangs to report its stack
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
@@ -121,9 +121,8 @@ class _Ranks:
                 looked = time.monotonic()
                 states = [process_state(rank.group) for rank in self._ranks]
                 if hung := hang.look(looked, [rank.doing() for rank in self._ranks], states):
-                    for number in () if hung.is_stopped else hung.ranks:
-                        self._show_stack(self._ranks[number])
-                    return _Outcome(1, hung.text)
+                    asked = [] if hung.is_stopped else [self._ranks[number] for number in hung.ranks]
+                    return _Outcome(1, "\n".join([*self._stacks(asked), hung.text]))
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
         """Forward a first signal if all ranks save their state; otherwise, or at a second, the run ends."""
@@ -144,12 +143,17 @@ class _Ranks:
             self._heeded = len(signals)
         return _stopped(signals) if len(signals) > self._heeded else None
 
-    def _show_stack(self, rank: RankProcess) -> None:
-        """Make a rank print its Python stack, and forward it."""
-        rank.ask_for_stack()
+    def _stacks(self, ranks: Sequence[RankProcess]) -> list[str]:
+        """The Python stacks of these ranks; of scripts, the line of their own that each has come to."""
+        for rank in ranks:
+            rank.ask_for_stack()
         until = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < until:
+        while ranks and time.monotonic() < until:
             self._children.listen(0.05)
+        if self._scripts:
+            lines = [own_line_of(rank.stack) or "a line that it has not told" for rank in ranks]
+            return [f"{capital(rank.name)} waits at {line}" for rank, line in zip(ranks, lines, strict=True)]
+        return [f"[{rank.name}] {line}" for rank in ranks for line in rank.stack]
 
     def _failed(self, signals: list[int]) -> _Outcome | None:
         if self._handed_on and any(

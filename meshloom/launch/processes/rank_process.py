@@ -32,6 +32,7 @@ class RankProcess:
     joining, joined: whether it has reported so.
     saves: likewise, that it saves its state when a signal asks it to end.
     events: its other reports, until they are taken.
+    stack: lines of the one that it was asked for.
     failure, failed_at: what ended it, once known, and when the launcher noticed.
     reported_failure: whether it has reported that itself.
     exit_code: None until `reap_if_ended` has noticed its end.
@@ -44,6 +45,7 @@ class RankProcess:
         self.name = name
         self.prefix = prefix
         self.events: list[dict[str, Any]] = []
+        self.stack: list[str] = []
         self.joining = False
         self.joined = False
         self.saves = False
@@ -111,7 +113,7 @@ class RankProcess:
                 os.kill(self.group, number)
 
     def ask_for_stack(self) -> None:
-        """Make the process print the stack of its main thread (`joining.py` has installed the handler)."""
+        """Make the process report the stack of its main thread (`joining.py` has installed the handler)."""
         self.ask_to_stop(STACK_SIGNAL)
 
     def reap_if_ended(self, wait: bool = False) -> bool:
@@ -154,6 +156,9 @@ class RankProcess:
         return there is not None
 
     def _hear(self, line: bytes) -> None:
+        if not line.startswith(b"{"):
+            self.stack.append(line.decode(errors="replace"))
+            return
         event = json.loads(line)
         kind = event.pop("event")
         if kind == "failed":
