@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         _run(run, arguments[1], arguments[2:])
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            leave(report_failure(error, left_by=ranks().world.left_by(error) if has_ranks() else ()))
+            leave(ranks().world.report(error) if has_ranks() else report_failure(error))
     leave_ranks(well=True)
 
 

@@ -64,7 +64,7 @@ def run_script(arguments: argparse.Namespace) -> int:
             raise
         if isinstance(error, KeyboardInterrupt):
             leave(report_interrupt(error))
-        leave(report_failure(error, left_by=ranks().world.left_by(error) if has_ranks() else ()))
+        leave(ranks().world.report(error) if has_ranks() else report_failure(error))
     return 0
 
 

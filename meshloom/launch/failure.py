@@ -194,7 +194,7 @@ def _own_line(traces: Sequence[Sequence[Frame]]) -> str:
         for trace in traces:
             for frame in reversed(trace):
                 if not is_others(frame[0]) and not _is_of_python(frame[0]):
-                    return _line(frame)
+                    return line_of(frame)
     return ""
 
 
@@ -211,7 +211,7 @@ def own_lines(error: BaseException) -> str:
             for frame in [*_frames(each), *_worker_frames(each)]
             if frame[0].startswith(_MESHLOOM) or not _is_installed(frame[0])
         ]
-        lines = [_line(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
+        lines = [line_of(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
         theirs = not frames[-1][0].startswith(_MESHLOOM) if frames else theirs
         if len(lines) > _MOST_LINES:  # of a function that calls itself
             lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["..."]
@@ -304,7 +304,8 @@ def _is_installed(name: str) -> bool:
     return _is_ours(name) or name.startswith(_LIBRARY) or is_of_package(name)
 
 
-def _line(frame: Frame) -> str:
+def line_of(frame: Frame) -> str:
+    """Like "file:number: text"."""
     name, number = frame
     return f"{_shown(name)}:{number}: {linecache.getline(name, number).strip()}".rstrip(": ")
 

@@ -38,10 +38,10 @@ from meshloom.launch.environment import (
     scratch_directory,
 )
 from meshloom.launch.events import STACK_SIGNAL, send_event
-from meshloom.launch.failure import leave, own_line, report_failure
+from meshloom.launch.failure import leave, line_of, own_line
 from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.transport import agreed_transports
-from meshloom.launch.world import CARRIES_TENSORS, REDUCES, LocalRank, Use, World, connect_rank
+from meshloom.launch.world import CARRIES_TENSORS, REDUCES, Use, World, connect_rank
 from meshloom.machine.cores import cores
 
 FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before its connections close
@@ -111,7 +111,9 @@ def join(
     def left_by(error: BaseException) -> Sequence[str]:
         return _ended(local.rank, mesh, store) if isinstance(error, PeerLostError) else ()
 
-    return World(mesh, [local], kind, why, _parting(mesh, local, store, connections, ours, left_by), left_by)
+    world = World(mesh, [local], kind, why, left_by)
+    world.end = _parting(world, store, connections, ours)
+    return world
 
 
 def _open_activity() -> Activity:
@@ -131,21 +133,18 @@ def _open_activity() -> Activity:
     return Activity()
 
 
-def _parting(
-    mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool,
-    left_by: Callable[[BaseException], Sequence[str]],
-) -> Callable[[bool], None]:  # fmt: skip
+def _parting(world: World, store: dist.Store, connections: RankGroups, ours: bool) -> Callable[[bool], None]:
     """The function that ends a rank's world. Until then uncaught errors of the user's script are reported."""
-    previous = sys.excepthook
+    previous, local = sys.excepthook, world.local[0]
 
     def uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        leave(report_failure(error, mesh, left_by(error)))
+        leave(world.report(error))
 
     def end(well: bool) -> None:
         atexit.unregister(at_exit)
         if well and sys.excepthook is uncaught:  # after a failure the error is still on its way up
             sys.excepthook = previous
-        if well and _meet_again(local.rank, mesh.size, store):
+        if well and _meet_again(world, store):
             connections.close()
             if dist.is_initialized():  # else whoever made the first group, such as Ray, has ended all
                 for process_group in [None] if ours else connections.process_groups:
@@ -158,7 +157,7 @@ def _parting(
         try:
             local.check_end()
         except PeerLostError as error:
-            leave(report_failure(error, mesh, left_by(error)))
+            leave(world.report(error))
         end(True)
 
     sys.excepthook = uncaught
@@ -166,12 +165,15 @@ def _parting(
     return end
 
 
-def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
+def _meet_again(world: World, store: dist.Store) -> bool:
     """Whether all ranks have reached this end: closing may lose data that a slower rank has not read yet."""
     leaving = sys.exception()  # SystemExit, while it is handled
+    where = (
+        f"at {own_line(leaving)}" if leaving else f"after {line_of(world.reached)}" if world.reached else ""
+    )
     try:
-        store.set(f"parting/{rank}", own_line(leaving) if leaving else "")
-        everyone = [f"parting/{other}" for other in range(size)]
+        store.set(f"parting/{world.local[0].rank}", where)
+        everyone = [f"parting/{other}" for other in range(world.mesh.size)]
         until, pause = time.monotonic() + FAREWELL_SECONDS, 0.001
         while not store.check(everyone):  # a wait that ends without them prints warnings of torch's
             if time.monotonic() > until:
@@ -184,13 +186,13 @@ def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
 
 
 def _ended(rank: int, mesh: Mesh, store: dist.Store) -> list[str]:
-    """The other ranks that have come to their end, each with the line at which it left."""
+    """The other ranks that have come to their end, each with the line at which it left, or the last at which they had to do with each other."""
     found: list[str] = []
     with suppress(RuntimeError):  # the store has ended with its rank
         for other in range(mesh.size):
             if other != rank and store.check([key := f"parting/{other}"]):
-                line = store.get(key).decode()
-                found.append(rank_name(other, mesh) + (f", at {line}," if line else ""))
+                where = store.get(key).decode()
+                found.append(rank_name(other, mesh) + (f", {where}," if where else ""))
     return found
 
 

@@ -17,6 +17,7 @@ from meshloom.comm.turns import Turns
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
+from meshloom.launch.failure import Frame, report_failure
 from meshloom.launch.names import used_axes
 from meshloom.machine.process_memory import peak_memory_bytes
 
@@ -109,12 +110,14 @@ class World:
     local: the ranks that live here: one in a rank process, all when simulated.
     kind, why: the devices, and the line that explains their choice. main: whether rank 0 lives here.
     turns: the threads of ranks that are simulated.
-    left_by: given an error of this rank, the others that had come to their end where it says that one is lost: they are its cause.
+    end: ends its groups; whether this rank has come to its end well. left_by: given an error of this rank, the others that had come to their end where it
+    says that one is lost: they are its cause. note_of: what a script's ranks add to an error. reached: the newest line of the script at which its ranks
+    had to do with each other.
     """
 
     def __init__(
         self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str,
-        end: Callable[[bool], None] | None = None, left_by: Callable[[BaseException], Sequence[str]] = lambda _: (),
+        left_by: Callable[[BaseException], Sequence[str]] = lambda _: (),
     ) -> None:  # fmt: skip
         self.mesh, self.local, self.main = mesh, local, local[0].rank == 0
         # each with a pool of threads of its own they would be slower, and not alike from run to run
@@ -122,7 +125,9 @@ class World:
         self.kind: Kind = kind
         self.why = why
         self.left_by = left_by
-        self._end = end
+        self.note_of: Callable[[BaseException], str | None] = lambda _: None
+        self.reached: Frame | None = None
+        self.end: Callable[[bool], None] | None = None
 
     def memory_bytes(self) -> int:
         """Peak memory of this process: of its GPU if its ranks are on one, else resident."""
@@ -130,6 +135,12 @@ class World:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return peak_memory_bytes()
+
+    def report(self, error: BaseException) -> int:
+        """Report what has ended this rank; the exit code for it."""
+        if note := self.note_of(error):
+            error.add_note(note)
+        return report_failure(error, self.mesh, self.left_by(error))
 
     def close(self) -> None:
         """Leave the other ranks after a successful run. A second call does nothing."""
@@ -148,7 +159,7 @@ class World:
         self._leave(well=error is None)
 
     def _leave(self, *, well: bool) -> None:
-        end, self._end = self._end, None
+        end, self.end = self.end, None
         self.turns.close()
         if end:
             end(well)

@@ -21,7 +21,7 @@ from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
 from meshloom.loops.made_parts import check_elementwise
 from meshloom.loops.means import mean
-from meshloom.loops.ranks import LoopRanks
+from meshloom.loops.ranks import LoopRanks, reached
 from meshloom.loops.taken_shares import bound, tensors_in
 from meshloom.parameters.digest import digest
 
@@ -77,6 +77,7 @@ class Agreement:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not (executions := self._concerned(optimizer)):
             return None
+        reached()
         self._compare(optimizer, executions)
         # an optimizer with a closure decides by what that returns
         if len(args) > 1 and args[1] is not None:

@@ -28,7 +28,7 @@ from meshloom.loops.loader_parts import (
     SharedStream,
 )
 from meshloom.loops.loop_lines import say, say_once
-from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks
+from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks, reached
 from meshloom.loops.share import Sharer, too_small
 from meshloom.loops.taken_shares import TakenShare, took
 from meshloom.train.rank_comparison import compare_samples, sample_digest
@@ -179,6 +179,7 @@ class _HandsOn:
 
 
 def _hand(place: DataPlace, taken: TakenShare, batch: Any) -> None:
+    reached()
     place.hand()
     took(taken, batch)
     if len(taken.sizes) > 1 and not torch.is_grad_enabled():

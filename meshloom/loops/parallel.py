@@ -26,7 +26,7 @@ from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
-from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks
+from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks, reached
 from meshloom.loops.start_values import start_alike
 from meshloom.loops.whole_steps import Stepping, with_whole_steps
 
@@ -223,6 +223,7 @@ def _called(
         return written(*args, **kwargs)
     if nn.parallel.DistributedDataParallel._active_ddp_module is not None:  # pyright: ignore[reportPrivateUsage]
         raise _parallel_already("DistributedDataParallel")
+    reached()
     if torch.is_grad_enabled():
         agreement_of(ranks()).called(type(module).__name__, execution, (args, kwargs))
     execution.running = True

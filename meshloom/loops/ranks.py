@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import scatter_objects
 from meshloom.comm.recording import RecordedGroup
 from meshloom.core.errors import JobError, PlanError
+from meshloom.core.modules.packages import is_users
 from meshloom.core.plan import Plan
 from meshloom.core.random import generators, put_generators
 from meshloom.launch.environment import begun_as_rank, launched_plan, launched_rank
@@ -84,6 +86,18 @@ def ranks(plan: Plan | str | None = None) -> LoopRanks:
 def has_ranks() -> bool:
     """Whether the ranks have met."""
     return bool(_OPENED)
+
+
+def reached() -> None:
+    """Note the script's line that runs now: its ranks have to do with each other there."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame and _OPENED:
+        _OPENED[0].world.reached = frame.f_code.co_filename, frame.f_lineno
+
+
+_is_users = cache(is_users)
 
 
 def check_accelerator() -> None:

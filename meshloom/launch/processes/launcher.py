@@ -167,7 +167,9 @@ class _Ranks:
             if not failure.consequence:
                 if self._scripts and time.monotonic() < noticed + CAUSE_SECONDS and self._may_tell():
                     return None
-                return _Outcome(failure.exit_code, "\n".join([str(failure), *self._waited(failures)]))
+                return _Outcome(
+                    failure.exit_code, "\n".join([str(failure), *self._elsewhere(failure, failures)])
+                )
         gone = [rank for rank in self._ranks if rank.exit_code == 0]
         who = capital(gone[0].name) if gone else ""
         if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
@@ -185,10 +187,14 @@ class _Ranks:
         """Whether a rank that had joined may still tell at which line it waited."""
         return any(rank.joined and rank.failure is None and rank.exit_code is None for rank in self._ranks)
 
-    def _waited(self, failures: Sequence[tuple[float, Failure]]) -> list[str]:
-        """Where the others waited, in a script's lines."""
-        told = [each for _, each in failures if self._scripts and each.consequence and each.line]
-        return [f"{capital(each.who)} waited for it at {each.line}" for each in told[:3]]
+    def _elsewhere(self, first: Failure, failures: Sequence[tuple[float, Failure]]) -> list[str]:
+        """Where the others were, in a script's lines."""
+        found: list[str] = []
+        for _, each in failures if self._scripts else ():
+            if each.line and (each.consequence or each.line != first.line):
+                how = "waited for it at" if each.consequence else "had come to"
+                found.append(f"{capital(each.who)} {how} {each.line.splitlines()[-1]}")
+        return found[:3]
 
     def _still_at_work(self) -> list[str]:
         """The ranks that compute, for which the others waited until their timeouts expired."""
