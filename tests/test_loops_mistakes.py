@@ -7,8 +7,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshloom.cli.main import main
+from meshloom.core.errors import CollectiveError, TrainingError
+from meshloom.loops import error_notes
+from meshloom.loops.error_notes import note_of
+from meshloom.loops.taken_shares import TakenShare
 
 LOOP = """
 import torch
@@ -49,3 +54,37 @@ def test_a_rank_that_leaves_its_loop_is_named_with_its_line_and_where_the_other_
     for each in told:
         assert each in err, err
     assert "most recent call" not in err
+
+
+def _of_torch(what: str) -> Exception:
+    try:
+        exec(what, {"torch": torch, "F": torch.nn.functional})  # noqa: S102
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("torch.ones(4, 2) + torch.ones(8, 2)", "has 4 of the batch's 8 samples: ml.share(x)"),
+        ("F.cross_entropy(torch.ones(8, 2), torch.zeros(4).long())", "ml.gather(x) has the rows of all"),
+        ("torch.ones(4, 2) + torch.ones(4, 8)", None),
+        ("torch.load('/nowhere')", "`with ml.main_first():`"),
+        ("import io; torch.load(io.BytesIO(b'half'))", "ml.save(...), in place of torch.save"),
+        ("open('/nowhere')", "goes around what makes or removes files"),
+        ("raise ValueError('trying to initialize the default process group twice!')", "leave init_process_group out"),
+    ],
+)  # fmt: skip
+def test_errors_of_others_that_ranks_bring_about_have_the_way_out(
+    what: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(error_notes, "bound", lambda: TakenShare((4, 4), 0))
+    monkeypatch.setattr(error_notes, "newest", lambda: TakenShare((4, 4), 0))
+    note = note_of(_of_torch(what))
+    assert note == said or (said and note and said in note)
+
+
+def test_calls_that_differ_have_the_way_out():
+    assert "what decides (if, break, except)" in (note_of(CollectiveError("rank 0 called this")) or "")
+    assert note_of(TrainingError("8 and 4 are told")) is None

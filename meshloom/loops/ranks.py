@@ -19,6 +19,7 @@ from meshloom.core.random import generators, put_generators
 from meshloom.launch.environment import begun_as_rank, launched_plan, launched_rank
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import LocalRank, World
+from meshloom.loops.error_notes import note_of
 from meshloom.loops.loop_lines import say
 
 # What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
@@ -145,6 +146,7 @@ def _open(wanted: Plan | None) -> LoopRanks:
     check_of_loops(wanted)
     _check_started(wanted, launched.size if launched else 1)
     world = open_world(wanted.mesh, ring=wanted.on_ring)
+    world.note_of = note_of
     found = LoopRanks(wanted, world, world.local[0])
     if not begun_as_rank():  # so that nobody has seeded it
         states = [generators()] * wanted.mesh.size if world.main else None
