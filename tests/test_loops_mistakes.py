@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import meshloom as ml
 from meshloom.cli.main import main
 from meshloom.core.errors import CollectiveError, TrainingError
 from meshloom.loops import error_notes
 from meshloom.loops.error_notes import note_of
+from meshloom.loops.ranks import leave_ranks
 from meshloom.loops.taken_shares import TakenShare
+from tests.loop_cases import made
+from tests.processes import on_ranks
 
 LOOP = """
 import torch
@@ -88,3 +96,35 @@ def test_errors_of_others_that_ranks_bring_about_have_the_way_out(
 def test_calls_that_differ_have_the_way_out():
     assert "what decides (if, break, except)" in (note_of(CollectiveError("rank 0 called this")) or "")
     assert note_of(TrainingError("8 and 4 are told")) is None
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.from_numpy(numpy.random.default_rng().normal(size=(24, 6)))
+
+
+def _batches_of_its_own(of: str) -> str:
+    order = numpy.random.default_rng()
+    data = TensorDataset(torch.randn(24, 6, dtype=torch.float64))
+    try:
+        model = ml.parallel(made())
+        if of == "ml.share":
+            batches: Any = (ml.share(torch.from_numpy(order.normal(size=(8, 6)))) for _ in range(3))
+        elif of == "a stream":
+            batches = ml.loader(DataLoader(_Stream(), 8))
+        else:
+            batches = (x for (x,) in ml.loader(DataLoader(data, 8, sampler=order.permutation(24).tolist())))
+        for x in batches:
+            model(x).sum().backward()
+        return ""
+    except TrainingError as error:
+        return str(error)
+    finally:
+        leave_ranks(well=False)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("of", ["ml.share", "a stream", "a sampler"])
+def test_shares_of_unlike_batches_are_named(of: str):
+    for told in on_ranks(_batches_of_its_own, 2, of):
+        assert told.startswith("Rank 1 takes its share of another batch than rank 0."), told

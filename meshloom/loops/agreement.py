@@ -22,7 +22,7 @@ from meshloom.loops.loop_lines import say
 from meshloom.loops.made_parts import check_elementwise
 from meshloom.loops.means import mean
 from meshloom.loops.ranks import LoopRanks, reached
-from meshloom.loops.taken_shares import bound, tensors_in
+from meshloom.loops.taken_shares import bound, first_whole, tensors_in
 from meshloom.parameters.digest import digest
 
 FIRST_STEPS, EVERY_STEPS, FIRST_CALLS = 3, 50, 3
@@ -52,8 +52,21 @@ class Agreement:
         if self._calls > FIRST_CALLS:
             return
         given = [int(digest(each)) for each in tensors_in(inputs) if each.layout == torch.strided]
-        everyone = collect(self._ranks.everyone, given)
-        mesh = self._ranks.plan.mesh
+        facts = {"the module that is called": name, "inputs": given, "batches": first_whole()}
+        collected, mesh = collect(self._ranks.everyone, facts), self._ranks.plan.mesh
+        for rank, theirs in enumerate(collected):
+            if theirs.get("the module that is called") != name:
+                raise TrainingError(
+                    f"Rank {rank} does not call {name} in training here, as others do. Every rank must do the same: `if ml.main:` goes around what prints and writes."
+                )
+            if any(
+                one != other for one, other in zip(theirs["batches"], collected[0]["batches"], strict=False)
+            ):
+                raise TrainingError(
+                    f"Rank {rank} takes its share of another batch than rank 0. The order, a sampler, a stream and what ml.share is given may not depend on the process: "
+                    "give generators of the script's own a seed, as in numpy.random.default_rng(0)."
+                )
+        everyone = [each["inputs"] for each in collected]
         first = {mesh.place(rank).dp: each for rank, each in reversed([*enumerate(everyone)])}
         for rank, theirs in enumerate(everyone):
             if theirs != first[mesh.place(rank).dp]:

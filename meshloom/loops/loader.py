@@ -30,7 +30,7 @@ from meshloom.loops.loader_parts import (
 from meshloom.loops.loop_lines import say, say_once
 from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks, reached
 from meshloom.loops.share import Sharer, too_small
-from meshloom.loops.taken_shares import TakenShare, took
+from meshloom.loops.taken_shares import TakenShare, saw_whole, took
 from meshloom.train.rank_comparison import compare_samples, sample_digest
 
 Collating = Literal["share", "whole"]
@@ -139,13 +139,15 @@ class _Handed:
     def __next__(self) -> Any:
         self._place.own = True  # a library's sampler around ours begins with its first batch
         try:
-            batch, taken = next(self._carried)
+            batch, taken, whole = next(self._carried)
         except StopIteration:
             if self._pending is None:
                 self._place.end()
             raise
         finally:
             self._place.own = False
+        if whole:
+            saw_whole(lambda: whole)
         if self._pending is None:
             _hand(self._place, taken, batch)
         else:

@@ -18,7 +18,8 @@ from meshloom.core.random import derive, draws_of, sample_seed, seed_draws
 from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.loops.data_place import DataPlace, put_states, states_of
 from meshloom.loops.share import Sharer, rows, stretch
-from meshloom.loops.taken_shares import TakenShare, took
+from meshloom.loops.taken_shares import TakenShare, saw_whole, took
+from meshloom.train.rank_comparison import sample_digest
 
 
 class BatchPlace(NamedTuple):
@@ -77,6 +78,7 @@ class SharedBatches(BatchSampler):
             first = list(islice(batches, 1))  # samplers draw as they give their first
         seen = set[TakenShare]() if own else self._expected()
         for number, indices in chain(first, batches):
+            saw_whole(lambda indices=indices: sample_digest(list(indices)))
             taken = self._sharer.of(len(indices))
             if not own:
                 seen.add(taken)
@@ -180,14 +182,15 @@ class SharedStream(_Around, IterableDataset[Any]):
 
 
 class Carried(NamedTuple):
-    """A batch on its way to a loader of ours, with the share that it is."""
+    """A batch on its way to a loader of ours, with the share that it is. whole: of a stream, the digest of all samples of the first batches."""
 
     batch: Any
     taken: TakenShare
+    whole: str | None = None
 
     def pin_memory(self) -> Carried:
         """For torch, which asks what it does not know."""
-        return Carried(pin_memory(self.batch), self.taken)
+        return self._replace(batch=pin_memory(self.batch))
 
 
 class SharedCollate:
@@ -198,7 +201,7 @@ class SharedCollate:
         self, collate: Callable[[list[Any]], Any], sharer: Sharer, stream: SharedStream | None, *, whole: bool
     ) -> None:
         self.collate, self._sharer, self._stream, self._whole = collate, sharer, stream, whole
-        self._carries = False
+        self._carries, self._first = False, _FIRST_OF_STREAM
 
     def carrying(self) -> SharedCollate:
         """The same for a loader of ours, which unpacks what it gets."""
@@ -207,11 +210,13 @@ class SharedCollate:
         return changed
 
     def __call__(self, samples: list[Any]) -> Any:
-        stream = self._stream
+        stream, whole = self._stream, None
         if stream is not None:
             key = (stream.place.seed, "collate", stream.reading, stream.position)
             taken = self._sharer.of(len(samples))
             own = samples if self._whole else samples[stretch(taken)]
+            if self._first and not stream.reading:
+                self._first, whole = self._first - 1, sample_digest(samples)
             if not self._carries:
                 _check_even(taken)
         elif isinstance(samples, PlacedList):
@@ -224,7 +229,7 @@ class SharedCollate:
         if self._whole and self._sharer.replicas > 1:
             batch = rows(batch, taken, 0, len(samples))
         if self._carries:
-            return Carried(batch, taken)
+            return Carried(batch, taken, whole)
         took(taken, batch)  # in a worker nobody hears of it
         return batch
 
@@ -273,3 +278,4 @@ def _untold(taken: TakenShare) -> DataError:
 
 
 _END = object()
+_FIRST_OF_STREAM = 2  # batches of each process

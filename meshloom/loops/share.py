@@ -12,9 +12,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from meshloom.core.cache import digest_of
 from meshloom.core.errors import DataError
 from meshloom.loops.ranks import ranks
-from meshloom.loops.taken_shares import TakenShare, share_of, share_sizes, took
+from meshloom.loops.taken_shares import TakenShare, saw_whole, share_of, share_sizes, took
+from meshloom.parameters.digest import digest
 
 Dims = int | Mapping[Any, int | None]
 Keys = tuple[Hashable, ...]  # where an entry is
@@ -54,6 +56,7 @@ class Sharer:
                     f"{_name(keys)} is a replica's share already, of {sum(before.sizes)} samples: ml.share and ml.loader each take one. Leave one out."
                 )
         samples = length_of(x, dim)
+        saw_whole(lambda: digest_of(str([_digest(each) for _, each in _entries(x)])))
         trains = torch.is_grad_enabled()
         taken = self.of(samples) if trains else TakenShare(share_sizes(samples, self.replicas), self.replica)
         found = rows(x, taken, dim, samples, never_empty=trains)
@@ -135,6 +138,13 @@ def length_of(x: Any, dim: Dims = 0) -> int:
 
 
 _sharer = cache(Sharer)
+
+
+def _digest(entry: Tensor | numpy.ndarray) -> object:
+    """Of a batch, as far as it has one."""
+    if isinstance(entry, Tensor):
+        return int(digest(entry.detach())) if entry.layout == torch.strided else None
+    return None if entry.dtype.hasobject else entry.tobytes()
 
 
 class _Lists:

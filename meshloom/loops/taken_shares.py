@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,6 +62,8 @@ _RECENT: deque[TakenShare] = deque(maxlen=16)
 _OF_TENSOR: Any = WeakIdKeyDictionary()
 _BOUND: list[TakenShare] = []
 _COUNTED: list[TakenShare] = []
+_WHOLE: list[str] = []  # digests of the first batches of which it has taken shares
+_FIRST_WHOLE = 3
 
 
 def took(share: TakenShare, batch: Any = None) -> None:
@@ -70,6 +72,17 @@ def took(share: TakenShare, batch: Any = None) -> None:
         _RECENT.append(share)
     for each in tensors_in(batch):
         _OF_TENSOR[each] = share
+
+
+def saw_whole(digest_of_batch: Callable[[], str]) -> None:
+    """The script takes a share of a batch, which is the same on every rank: its indices, samples or tensors."""
+    if len(_WHOLE) < _FIRST_WHOLE:
+        _WHOLE.append(digest_of_batch())
+
+
+def first_whole() -> list[str]:
+    """Digests of the first of them."""
+    return [*_WHOLE]
 
 
 def bind(inputs: Any) -> TakenShare | None:
