@@ -6,12 +6,12 @@ import hashlib
 import pickle
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshloom.comm.objects import agree, collect
@@ -21,6 +21,7 @@ from meshloom.loops.execution import Execution
 from meshloom.loops.loop_lines import say
 from meshloom.loops.made_parts import check_elementwise
 from meshloom.loops.means import mean
+from meshloom.loops.part_tensor import PartTensor
 from meshloom.loops.ranks import LoopRanks, reached
 from meshloom.loops.taken_shares import bound, first_whole, tensors_in
 from meshloom.parameters.digest import digest
@@ -86,6 +87,16 @@ class Agreement:
             )
             agree(self._ranks.everyone, _digests([(name, execution)]), way_out, TrainingError)
 
+    def loads(self, name: str, state: Mapping[str, Any]) -> None:
+        """A module of this class loads these entries of a state dict, of which ranks may keep parts."""
+        way_out = "Every rank loads the same: leave `if ml.main:` out, and let no name of a file depend on the rank or the time."
+        tensors = {
+            f"{key}, which {name} loads,": _digest(each)
+            for key, each in state.items()
+            if isinstance(each, Tensor) and each.layout == torch.strided and not isinstance(each, PartTensor)
+        }
+        agree(self._ranks.everyone, tensors, way_out, TrainingError)
+
     @not_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not (executions := self._concerned(optimizer)):
@@ -131,6 +142,7 @@ class Agreement:
             "the number of backwards": sum(each.backwards for _, each in executions),
             "the share of the newest call": list(share.sizes) if (share := bound()) else [],
             "the learning rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "the optimizer's state": _progress(optimizer) if self._ranks.plan.pp == 1 else None,
             **{f"the state of {name}'s generator": state for name, state in generators.items()},
             **_digests(executions),
         }  # fmt: skip
@@ -140,11 +152,18 @@ class Agreement:
 
 def _digests(executions: list[tuple[str, Execution]]) -> dict[str, str]:
     """Of the tensors that all ranks have alike."""
-    return {
-        f"{kind}.{name}": f"values with digest {int(digest(each.detach())) % 2**64:016x}"
-        for kind, one in executions
-        for name, each in one.alike()
-    }
+    return {f"{kind}.{name}": _digest(each) for kind, one in executions for name, each in one.alike()}
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"values with digest {int(digest(tensor.detach())) % 2**64:016x}"
+
+
+def _progress(optimizer: torch.optim.Optimizer) -> str:
+    """How many parameters have a state, and of how many steps it is."""
+    states = [each for each in optimizer.state.values() if isinstance(each, dict)]
+    steps = [float(each["step"]) for each in states if "step" in each]
+    return f"of {len(optimizer.state)} parameters, after {max(steps, default=0.0):g} steps"
 
 
 def _of_the_batch(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -89,6 +89,7 @@ def _take_calls(module: nn.Module, execution: Execution, methods: Sequence[str])
         **{name: _taken(original, name) for name in methods},
         "__call__": _call,
         "__reduce_ex__": _reduce,
+        "_load_from_state_dict": _load,
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
@@ -235,6 +236,12 @@ def _called(
 
 
 not_compiled(_call)
+
+
+def _load(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    own = {name: each for name, each in state_dict.items() if name.startswith(prefix)}
+    agreement_of(ranks()).loads(type(self).__name__, own)
+    _original(self)._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
