@@ -18,7 +18,7 @@ from meshloom.cli.main import main
 from meshloom.core.errors import CollectiveError, TrainingError
 from meshloom.loops import error_notes
 from meshloom.loops.error_notes import note_of
-from meshloom.loops.ranks import leave_ranks
+from meshloom.loops.ranks import leave_ranks, ranks
 from meshloom.loops.taken_shares import TakenShare
 from tests.loop_cases import made
 from tests.processes import on_ranks
@@ -128,3 +128,52 @@ def _batches_of_its_own(of: str) -> str:
 def test_shares_of_unlike_batches_are_named(of: str):
     for told in on_ranks(_batches_of_its_own, 2, of):
         assert told.startswith("Rank 1 takes its share of another batch than rank 0."), told
+
+
+def _on_one_rank_alone() -> dict[str, str]:
+    """What each mistake is answered with, under tp, where there are no whole parameters to compare."""
+    model, found = ml.parallel(made(), "tp=2"), dict[str, str]()
+    first = ranks().own.rank == 0
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def loads_another_file() -> None:
+        model.load_state_dict({name: each + first for name, each in model.state_dict().items()})
+
+    def resumes_its_optimizer() -> None:
+        if first:
+            optimizer.state[model.head.bias] = {"step": torch.tensor(9.0)}
+        optimizer.step()
+
+    def evaluates_by_other_inputs() -> None:
+        with torch.no_grad():
+            model(torch.full((4, 6), float(first), dtype=torch.float64))
+
+    def trains_alone() -> None:
+        if first:
+            model(torch.ones(4, 6, dtype=torch.float64))
+        else:
+            optimizer.step()
+
+    for mistake in (loads_another_file, resumes_its_optimizer, evaluates_by_other_inputs, trains_alone):
+        try:
+            mistake()
+        except TrainingError as error:
+            found[mistake.__name__] = str(error)
+    leave_ranks(well=True)
+    return found
+
+
+@pytest.mark.processes
+def test_what_one_rank_alone_does_is_a_sentence_on_all():
+    for rank, told in enumerate(on_ranks(_on_one_rank_alone, 2)):
+        assert "first.weight, which Net loads, is " in told["loads_another_file"]
+        assert (
+            'the optimizer\'s state is "of 0 parameters, after 0 steps" on rank 1'
+            in told["resumes_its_optimizer"]
+        )
+        assert "call Net with different inputs: rank 1 has others" in told["evaluates_by_other_inputs"]
+        alone = [
+            "Rank 1 does not call Net in training here",
+            'the module that is called is missing on rank 1 and "Net" on rank 0',
+        ]
+        assert alone[rank] in told["trains_alone"]

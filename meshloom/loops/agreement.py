@@ -33,7 +33,8 @@ class Agreement:
     """Of the ranks of a script."""
 
     def __init__(self, ranks: LoopRanks) -> None:
-        self._ranks, self._steps, self._calls = ranks, 0, 0
+        self._ranks, self._steps, self._calls, self._evaluations = ranks, 0, 0, 0
+        self._team = next(each for each in ranks.plan.mesh.teams() if ranks.own.rank in each)
         self._watched: list[tuple[str, weakref.ref[Execution], weakref.ref[nn.Module]]] = []
         self._concerns: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[tuple[str, weakref.ref[Execution]]]
@@ -52,7 +53,7 @@ class Agreement:
         self._calls += 1
         if self._calls > FIRST_CALLS:
             return
-        given = [int(digest(each)) for each in tensors_in(inputs) if each.layout == torch.strided]
+        given = _given(inputs)
         facts = {"the module that is called": name, "inputs": given, "batches": first_whole()}
         collected, mesh = collect(self._ranks.everyone, facts), self._ranks.plan.mesh
         for rank, theirs in enumerate(collected):
@@ -71,10 +72,7 @@ class Agreement:
         first = {mesh.place(rank).dp: each for rank, each in reversed([*enumerate(everyone)])}
         for rank, theirs in enumerate(everyone):
             if theirs != first[mesh.place(rank).dp]:
-                raise TrainingError(
-                    f"Ranks of one replica call {name} with different inputs: rank {rank} has others than the first of its replica. What the script draws or "
-                    "reads may not depend on the process (seed random and numpy as torch; ml.loader and ml.share give ranks of a replica the same)."
-                )
+                raise _unlike_inputs(name, rank)
         alike = len({str(each) for each in first.values()}) == 1
         if given and mesh.dp > 1 and alike and self._calls == FIRST_CALLS:
             say(
@@ -86,6 +84,16 @@ class Agreement:
                 "batch's after backward(): torch.autograd.grad by parameters is this share's, for which there is ml.mean()."
             )
             agree(self._ranks.everyone, _digests([(name, execution)]), way_out, TrainingError)
+
+    def evaluates(self, name: str, inputs: Any) -> None:
+        """A module of this class, which ranks of a replica divide, is called without gradients."""
+        self._evaluations += 1
+        team = self._ranks.own.team
+        if team is None or self._evaluations > FIRST_CALLS:
+            return
+        everyone = collect(team, _given(inputs))
+        if unlike := [place for place, theirs in enumerate(everyone) if theirs != everyone[0]]:
+            raise _unlike_inputs(name, self._team[unlike[0]])
 
     def loads(self, name: str, state: Mapping[str, Any]) -> None:
         """A module of this class loads these entries of a state dict, of which ranks may keep parts."""
@@ -148,6 +156,17 @@ class Agreement:
         }  # fmt: skip
         way_out = f"This was seen before step {step} of the script's optimizers. Every rank must do the same: decide by ml.mean(), draw for the whole batch."
         agree(self._ranks.everyone, facts, way_out, TrainingError)
+
+
+def _given(inputs: Any) -> list[int]:
+    return [int(digest(each)) for each in tensors_in(inputs) if each.layout == torch.strided]
+
+
+def _unlike_inputs(name: str, rank: int) -> TrainingError:
+    return TrainingError(
+        f"Ranks of one replica call {name} with different inputs: rank {rank} has others than the first of its replica. What the script draws or "
+        "reads may not depend on the process (seed random and numpy as torch; ml.loader and ml.share give ranks of a replica the same)."
+    )
 
 
 def _digests(executions: list[tuple[str, Execution]]) -> dict[str, str]:
