@@ -27,7 +27,7 @@ from meshloom.loops.loader_parts import (
     SharedSamples,
     SharedStream,
 )
-from meshloom.loops.loop_lines import say, say_once
+from meshloom.loops.loop_lines import say, say_that_it_evaluates
 from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks, reached
 from meshloom.loops.share import Sharer, too_small
 from meshloom.loops.taken_shares import TakenShare, saw_whole, took
@@ -185,10 +185,7 @@ def _hand(place: DataPlace, taken: TakenShare, batch: Any) -> None:
     place.hand()
     took(taken, batch)
     if len(taken.sizes) > 1 and not torch.is_grad_enabled():
-        say_once(
-            "a loader that is shared is read without gradients: counts over its batches are this replica's, which ml.sum adds up; a loader that is left alone gives "
-            "every rank whole batches"
-        )
+        say_that_it_evaluates()
 
 
 def _source(handing: Any) -> tuple[deque[TakenShare], DataPlace]:

@@ -15,3 +15,11 @@ def say(text: str) -> None:
 
 
 say_once = cache(say)
+
+
+def say_that_it_evaluates() -> None:
+    """Shares are read, and nothing is trained."""
+    say_once(
+        "a loader that is shared is read without gradients, or in eval mode: counts over its batches are this replica's, which ml.sum adds up; a loader that is left "
+        "alone gives every rank whole batches"
+    )

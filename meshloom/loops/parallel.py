@@ -22,12 +22,13 @@ from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.call_weight import Weight, counted
 from meshloom.loops.execution import Cutting, Execution, StepLoss
-from meshloom.loops.loop_lines import say
+from meshloom.loops.loop_lines import say, say_that_it_evaluates
 from meshloom.loops.means import mean
 from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import LoopRanks, check_accelerator, ranks, reached
 from meshloom.loops.start_values import start_alike
+from meshloom.loops.taken_shares import shares_of
 from meshloom.loops.whole_steps import Stepping, with_whole_steps
 
 M = TypeVar("M", bound=nn.Module)
@@ -225,6 +226,8 @@ def _called(
     if nn.parallel.DistributedDataParallel._active_ddp_module is not None:  # pyright: ignore[reportPrivateUsage]
         raise _parallel_already("DistributedDataParallel")
     reached()
+    if not module.training and any(len(share.sizes) > 1 for share in shares_of((args, kwargs))):
+        say_that_it_evaluates()
     if torch.is_grad_enabled():
         agreement_of(ranks()).called(type(module).__name__, execution, (args, kwargs))
     execution.running = True

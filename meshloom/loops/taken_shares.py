@@ -114,6 +114,11 @@ def share_of(tensor: Tensor) -> TakenShare | None:
     return _OF_TENSOR.get(tensor)
 
 
+def shares_of(inputs: Any) -> list[TakenShare]:
+    """Those of its tensors."""
+    return [found for each in tensors_in(inputs) if (found := share_of(each))]
+
+
 def newest() -> TakenShare | None:
     """The share that the script has taken last."""
     return _RECENT[-1] if _RECENT else None
