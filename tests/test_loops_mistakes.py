@@ -177,3 +177,21 @@ def test_what_one_rank_alone_does_is_a_sentence_on_all():
             'the module that is called is missing on rank 1 and "Net" on rank 0',
         ]
         assert alone[rank] in told["trains_alone"]
+
+
+def _stepped(compiled: bool) -> float:
+    """The sum of squares of parameters, of which each rank has a part, after two steps."""
+    model = ml.parallel(made(), "dp=2,zero=3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step: Any = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    for _ in range(2):
+        model(torch.ones(4, 6, dtype=torch.float64)).square().sum().backward()
+        step()
+    return sum(float(each.detach().square().sum()) for each in model.parameters())
+
+
+@pytest.mark.processes
+def test_a_compiled_step_of_parts_is_the_step():
+    assert on_ranks(_stepped, 2, True, timeout_seconds=200.0) == pytest.approx(
+        on_ranks(_stepped, 2, False), rel=1e-12
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from meshloom.core.modules.compiled import not_compiled
 from meshloom.loops.part_place import PartError, TensorPlace
 from meshloom.loops.part_tensor import AsPlain, PartParameter, PartTensor, made_part
 
@@ -57,7 +59,10 @@ def _updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
+@not_compiled
 def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if dynamo := sys.modules.get("torch._dynamo.config"):  # a step that is compiled runs as it is
+        cast(Any, dynamo).nontraceable_tensor_subclasses |= {PartTensor, PartParameter}
     check_elementwise(optimizer)
     for each in _updated_by(optimizer):
         if not isinstance(each, PartTensor) or each not in optimizer.state:
