@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import textwrap
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from meshloom.loops import error_notes
 from meshloom.loops.error_notes import note_of
 from meshloom.loops.ranks import leave_ranks, ranks
 from meshloom.loops.taken_shares import TakenShare
-from tests.loop_cases import made
+from tests.loop_cases import Net, made
 from tests.processes import on_ranks
 
 LOOP = """
@@ -177,6 +178,48 @@ def test_what_one_rank_alone_does_is_a_sentence_on_all():
             'the module that is called is missing on rank 1 and "Net" on rank 0',
         ]
         assert alone[rank] in told["trains_alone"]
+
+
+class _Weighted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.ones(2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weights
+
+
+def _exchanged() -> tuple[list[float], list[str]]:
+    """The differences between a divided module and itself when a tensor that is an attribute is exchanged, and what other exchanges are answered with."""
+    torch.manual_seed(3)
+    plain, x = _Weighted().double(), torch.randn(4, 6, dtype=torch.float64)
+    model, told, off = ml.parallel(copy.deepcopy(plain), "tp=2"), list[str](), list[float]()
+    for number in range(3):
+        plain.weights = model.weights = torch.tensor([1.0, number], dtype=torch.float64)
+        off.append(float((model(x) - plain(x)).detach().abs().max()))
+    before = model.second.weight
+    for name, exchanged in (
+        ("weight", torch.nn.Parameter(torch.eye(8).double())),
+        ("weight", before),
+        ("forward", plain.forward),
+    ):
+        setattr(model.second if name == "weight" else model, name, exchanged)
+        try:
+            model(x)
+        except TrainingError as error:
+            told.append(str(error))
+    leave_ranks(well=True)
+    return off, told
+
+
+@pytest.mark.processes
+def test_what_is_exchanged_in_a_divided_module_is_computed_with_or_named():
+    for off, told in on_ranks(_exchanged, 2):
+        assert off == pytest.approx([0.0] * 3, abs=1e-12)
+        assert [each.split(" than when")[0] for each in told] == [
+            "_Weighted has another second.weight",
+            "_Weighted has another forward",
+        ]
 
 
 def _stepped(compiled: bool) -> float:

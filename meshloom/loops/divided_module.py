@@ -98,6 +98,8 @@ class DividedModule(AveragedExecution):
         self._notes: list[str] = []
         self._left = LeftValues(module)
         self._is_whole = False  # within `whole`
+        self._made_of = list(_made_of(module))
+        self._constants = list(_constants(module))
 
     def call(
         self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
@@ -144,6 +146,16 @@ class DividedModule(AveragedExecution):
                 'name the method that trains, as in parallel(methods=["decode"]), or use a plan with dp and zero alone, which run any method.'
             )
 
+    def _check_made_of(self) -> None:
+        if found := next(
+            (name for name, held, key, each in self._made_of if held.get(key) is not each), None
+        ):
+            raise TrainingError(
+                f"{type(self._module).__name__} has another {found} than when it was made parallel, and {self._ranks.plan} would not compute with it. Exchange modules, "
+                "parameters and forwards before ml.parallel(), change values of parameters in place (under no_grad, or by load_state_dict), or use a plan with dp and "
+                "zero alone."
+            )
+
     def take_notes(self) -> list[str]:
         found, self._notes = self._notes, []
         merged = (each for of_forward in self._statistics.values() for each in of_forward.values())
@@ -153,6 +165,7 @@ class DividedModule(AveragedExecution):
         self, positional: tuple[str, ...], batch: Any, loss: LossFunction | None = None, method: str = "forward"
     ) -> CapturedForward:  # fmt: skip
         """What the module, or a loss of it, computes now. What it reads besides tensors may have changed since a capture: it is another one then."""
+        self._check_made_of()
         tensors = leaves_of(batch).tensors
         if sparse := [name for name, each in tensors.items() if each.layout != torch.strided]:
             raise CaptureError(
@@ -173,6 +186,14 @@ class DividedModule(AveragedExecution):
             if self._left.script_has_set():
                 self._changes += 1
                 return self._forward(positional, batch, loss, method)
+            if named := next(
+                (name for name, held, key, each in self._constants if held.get(key) is not each), None
+            ):
+                self._constants = list(_constants(self._module))
+                raise TrainingError(
+                    f"{named} was another tensor in each of {MOST_CHANGES} calls, and {self._ranks.plan} captures the forward anew for each. Make it an "
+                    "input, or a buffer that is changed in place."
+                )
             check_step(self._guards.get(found, ()))
         except TrainingError:
             if self._changes == MOST_CHANGES:
@@ -382,6 +403,23 @@ class _Completed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivative()
         return None, *ctx.complete(gradients)
+
+
+def _made_of(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
+    """What its program was, or will be, captured of: the name of each part, and the entry that it is."""
+    for path, each in module.named_modules():
+        for held in (vars(each)["_parameters"], vars(each)["_modules"]):
+            for name, part in held.items():
+                yield f"{path}.{name}".lstrip("."), held, name, part
+        yield f"{path}.forward".lstrip("."), vars(each), "forward", vars(each).get("forward")
+
+
+def _constants(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Tensor]]:
+    """The same of tensors that are plain attributes, which its program keeps."""
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), vars(each), name, value
 
 
 def _of_training(value: Any) -> Any:
