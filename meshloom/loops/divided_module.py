@@ -20,7 +20,6 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.compiled import without_compilation
 from meshloom.core.modules.named_leaves import modules_of
 from meshloom.core.random import preserved_draws_of_devices
-from meshloom.loops.agreement import agreement_of
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.copied_module import copied, refusal_of_graphs
@@ -111,8 +110,6 @@ class DividedModule(AveragedExecution):
             with torch.inference_mode(False), torch.no_grad():
                 args, kwargs = tree_map(_of_training, (args, kwargs))
                 return self.call(compute, args, kwargs, method)
-        if not torch.is_grad_enabled():
-            agreement_of(self._ranks).evaluates(type(self._module).__name__, (args, kwargs))
         positional, batch = named_inputs(getattr(self._module, method), args, kwargs)
         share, forward = bind((args, kwargs)), self._forward(positional, batch, method=method)
         self._weight = share.weight if share else 1.0
@@ -129,6 +126,10 @@ class DividedModule(AveragedExecution):
                 yield
         finally:
             self._is_whole = before
+
+    @property
+    def is_whole(self) -> bool:
+        return self._is_whole
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         return self._share.tensors()

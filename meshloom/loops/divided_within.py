@@ -88,6 +88,10 @@ class DividedWithin(AveragedExecution):
     def whole(self) -> AbstractContextManager[None]:
         return _all([each.whole() for each in self._divided])
 
+    @property
+    def is_whole(self) -> bool:
+        return any(each.is_whole for each in self._divided)
+
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         gathers = {
             f"{prefix}{name}": gather for prefix, each in self._prefixed() for name, gather in each.tensors()

@@ -76,6 +76,11 @@ class Execution(ABC):
         return []
 
     @property
+    def is_whole(self) -> bool:
+        """Within `whole` of what ranks of a replica divide, where calls are each rank's own."""
+        return False
+
+    @property
     def backwards(self) -> int:
         """Backwards whose gradients ranks have added up."""
         return 0

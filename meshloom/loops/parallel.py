@@ -230,6 +230,8 @@ def _called(
         say_that_it_evaluates()
     if torch.is_grad_enabled():
         agreement_of(ranks()).called(type(module).__name__, execution, (args, kwargs))
+    elif not execution.is_whole:
+        agreement_of(ranks()).evaluates(type(module).__name__, (args, kwargs))
     execution.running = True
     try:
         with counted(execution.weight, ranks(), args, kwargs):
