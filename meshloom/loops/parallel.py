@@ -246,7 +246,7 @@ not_compiled(_call)
 def _load(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
     own = {name: each for name, each in state_dict.items() if name.startswith(prefix)}
     agreement_of(ranks()).loads(type(self).__name__, own)
-    _original(self)._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+    _original(self)._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
