@@ -14,6 +14,7 @@ A stopped process (SIGSTOP) is reported whatever it was doing.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class ProcessState:
     """The operating system's view of a process.
 
     state: R runnable, S sleeping, D waiting for a disk, T stopped, t held by a debugger; "" if unknown.
-    starved_seconds: how long its main thread has waited for a core since its start. worked_seconds: how long it has had one.
+    starved_seconds: how long its main thread has waited for a core since its start. worked_seconds: how long all of its threads have had one.
     """
 
     state: str = ""
@@ -98,14 +99,15 @@ class HangWatch:
         return None
 
     def _all_wait(self, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> bool:
-        """Whether they do, for so long, not counting time without a core; a rank that works meanwhile adds up a large tensor."""
+        """Whether they do, for so long, not counting time without a core; a rank that works meanwhile, in whichever thread, sends or adds up a large
+        tensor."""
         limit = TIMES_TOGETHER * self._seconds
         for rank, (each, process) in enumerate(zip(doing, processes, strict=True)):
             if each is None or not each.waits:
                 return False
             watched = self._watched[rank]
             waited = watched.seconds - (process.starved_seconds - watched.before.starved_seconds)
-            if waited < limit or process.worked_seconds - watched.before.worked_seconds > waited / 2:
+            if waited < limit or process.worked_seconds - watched.before.worked_seconds > waited / 4:
                 return False
         return True
 
@@ -166,8 +168,11 @@ class HangWatch:
 def process_state(process: int) -> ProcessState:
     """The state of a process of this machine; unknown if it has ended, or where there is no /proc."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
-        worked, starved, _ = map(int, Path(f"/proc/{process}/schedstat").read_text().split())
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+        starved = int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+        worked = (int(numbers[10]) + int(numbers[11])) / os.sysconf(
+            "SC_CLK_TCK"
+        )  # in user code and the kernel
     except (OSError, IndexError, ValueError):
         return ProcessState()
-    return ProcessState(state=state, starved_seconds=starved / 1e9, worked_seconds=worked / 1e9)
+    return ProcessState(state=state, starved_seconds=starved, worked_seconds=worked)
