@@ -23,7 +23,7 @@ from meshloom.asynchronous.messaging.codec import (
     encode,
     limits_for,
 )
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
     Done,
@@ -33,8 +33,6 @@ from meshloom.asynchronous.protocol.messages import (
     ParametersPart,
     Push,
     PushStaged,
-    Rejoin,
-    ReportRequest,
     Restore,
     SendParameters,
     ServerReport,
@@ -87,32 +85,31 @@ SIMPLE = [
     Done,
     Join,
     Leave,
-    Rejoin,
     WorkerSeconds,
     Welcome,
     PushStaged,
     SnapshotKept,
-    ReportRequest,
     Apply,
     SendParameters,
     DropPush,
     Restore,
+    Hello,
 ]
 
 
 def simple(made: type) -> st.SearchStrategy[Any]:
-    kinds = {"int": NUMBER, "float": FLOAT, "int | None": st.none() | NUMBER}
+    kinds = {"int": NUMBER, "float": FLOAT, "int | None": st.none() | NUMBER, "str": st.text()}
     return st.builds(made, **{each.name: kinds[str(each.type)] for each in fields(made)})
 
 
+STATE = st.dictionaries(st.text(), NUMBER, max_size=4)
 MESSAGES = st.one_of(
     *(simple(made) for made in SIMPLE),
-    st.builds(Hello, worker=st.none() | NUMBER, digest=st.binary(min_size=32, max_size=32)),
-    st.builds(Terms, text=st.text()),
-    st.builds(TakeSnapshot, version=NUMBER, state=st.none(), forget_before=NUMBER),
+    st.builds(RunDescription, plan=st.text(), facts=STATE, ports=st.lists(NUMBER, max_size=4)),
+    st.builds(TakeSnapshot, version=NUMBER, state=STATE, forget_before=NUMBER),
     st.builds(
-        ServerReport, server=NUMBER, asked=st.none() | NUMBER, next_share=NUMBER,
-        snapshots=st.dictionaries(NUMBER, st.none(), max_size=4),
+        ServerReport, server=NUMBER, next_share=NUMBER,
+        snapshots=st.lists(st.tuples(NUMBER, STATE).map(list), max_size=4),
     ),
 )  # fmt: skip
 
@@ -172,12 +169,12 @@ def test_large_tensors_travel_in_slices_without_a_copy() -> None:
         Push(worker=0, share=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0),
         holding,
     )
-    assert [each.nbytes for each in found[3:-1]] == [
+    assert [each.nbytes for each in found[2:-1]] == [
         SLICE_BYTES,
         SLICE_BYTES,
         gradient.nbytes - 2 * SLICE_BYTES,
     ]
-    assert found[3].data_ptr() == gradient.data_ptr()
+    assert found[2].data_ptr() == gradient.data_ptr()
     assert len(found) <= holding.num_tensors
     assert torch.equal(decode(header, found, holding).gradients[0], gradient)
 
@@ -236,6 +233,8 @@ def test_what_is_changed_is_refused_or_is_another_message(message: Any, change: 
 
 
 def test_what_no_message_can_carry_is_said_before_the_run() -> None:
+    with pytest.raises(JobError, match="sends a RunDescription in 4194304 bytes"):
+        encode(RunDescription(plan="dp=2", facts={"parameters": "a" * SLICE_BYTES}, ports=[1]))
     with pytest.raises(JobError, match="cannot carry"):
         ServerState.of([[]], {"gates": torch.empty(3, dtype=torch.float8_e4m3fnuz)})
 

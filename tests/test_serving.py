@@ -14,11 +14,9 @@ import torch
 from elastic_world import World
 from peers import WAIT_SECONDS
 
-from meshloom.asynchronous.messaging.codec import decode, encode
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms
-from meshloom.asynchronous.messaging.outbox import Outbox
+from meshloom.asynchronous.messaging.codec import decode, encode, send_or_drop
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Welcome
 from meshloom.asynchronous.protocol.messages import Join
-from meshloom.asynchronous.roles.server_process import MOST_FOR_WORKERS
 from meshloom.asynchronous.roles.worker_process import ask
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.sockets import Joined, ReceivedMessage
@@ -111,7 +109,7 @@ def test_another_job_is_refused_by_both_sides(tmp_path: Path) -> None:
         description = ask(world.addresses[0], world.worker_key, WAIT_SECONDS, [])
         assert description is not None
         # what a worker that does not compare would say
-        for claimed, message in ((None, Hello(worker=None, digest=bytes(32))), (7, Join(worker=7))):
+        for claimed, message in ((None, Hello(worker=None, digest="0" * 64)), (7, Join(worker=7))):
             refused = _say(world, *encode(message))
             assert refused, claimed
         world.work()
@@ -131,7 +129,7 @@ def _say(world: World, header: Header, tensors: list[torch.Tensor]) -> bool:
         connections.send(joined.peer, *encode(Ask()))
         [answer] = connections.poll(WAIT_SECONDS)
         return isinstance(answer, ReceivedMessage) and isinstance(
-            decode(answer.header, answer.tensors), Terms
+            decode(answer.header, answer.tensors), RunDescription
         )
 
 
@@ -215,14 +213,13 @@ class _Full:
 
 def test_answers_that_nobody_reads_are_not_kept() -> None:
     """A server's memory grew by 40 MiB for 33,000 questions of a member that read no answer. Now it is
-    dropped when a hundred wait for it."""
+    dropped when its queue is full."""
     end: Any = _Full(takes=20)
-    outbox, answer = Outbox(end, MOST_FOR_WORKERS), encode(Terms(text="what the run is"))
-    for _ in range(20 + MOST_FOR_WORKERS):
-        outbox.send(7, *answer)
-    assert outbox.waits and not end.dropped
-    outbox.send(7, *answer)
-    assert not outbox.waits and end.dropped == [7]
+    for _ in range(20):
+        send_or_drop(end, 7, Welcome(worker=3))
+    assert not end.dropped
+    send_or_drop(end, 7, Welcome(worker=3))
+    assert end.dropped == [7]
 
 
 def test_a_push_that_does_not_fit_is_refused(tmp_path: Path) -> None:

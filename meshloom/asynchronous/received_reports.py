@@ -71,8 +71,9 @@ class ReceivedReports:
                 case "note" if event["text"] not in self._noted:
                     self._noted.add(event["text"])
                     self._listener.note(event["text"])
-                case "serving":
+                case "serving":  # all servers have started, and workers join anew
                     self.moved = time.monotonic()
+                    self.present.clear()
                     self._starts[who] += 1
                 case _:
                     pass
@@ -120,6 +121,8 @@ class ReceivedReports:
             self._listener.note(self._account.restored(version, lost))
 
     def _worker(self, worker: int, what: str) -> None:
+        if (worker in self.present) == (what == "joined"):
+            return  # as before
         self.moved = time.monotonic()
         if not self._account.num_updates:
             self._account.began = time.monotonic()  # until now, processes were starting

@@ -189,7 +189,7 @@ class AsynchronousRun:
         account = self._account
         pulled = sum(_num_bytes((*part.values, *(part.buffers or {}).values())) for part in task.parts)
         account.bytes["pull"] += pulled
-        self._replica.load([part.values for part in task.parts], task.parts[0].buffers)
+        self._replica.whole_model.load([part.values for part in task.parts], task.parts[0].buffers)
         computed = self._replica.compute(worker, self._shares.read(task.share))
         pushed = sum(map(_num_bytes, computed.gradients)) + _num_bytes(computed.changes.values())
         account.bytes["push"] += pushed

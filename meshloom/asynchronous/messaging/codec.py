@@ -1,24 +1,25 @@
-"""Encodes the messages of workers, servers and the head as numbers and tensors, and decodes them.
+"""Encodes the messages of workers, servers and the head as text and tensors, and decodes them.
 
-    first tensor     int64: the message's integers, in the order of the table below; -1 stands for None
-    second tensor    float64: its other numbers
+    first tensor     uint8: a message's numbers and texts as JSON, in the order of its fields
     the rest         tensors of a server's state: which are present (uint8, 0 or 1), then each of these in slices of `SLICE_BYTES`
 
-A message that does not match the table, or this server's slices of the parameters, is refused with
-`MessageError` before it has any effect. The head's state, whose size is not fixed, stays on server 0.
+A message whose text is not that of its type, or whose tensors do not match this server's slices of the parameters,
+is refused with `MessageError` before it has any effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.handshake import DIGEST_BYTES, Ask, Hello, Terms, Welcome, WorkerSeconds
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
     Done,
@@ -28,64 +29,59 @@ from meshloom.asynchronous.protocol.messages import (
     ParametersPart,
     Push,
     PushStaged,
-    Rejoin,
-    ReportRequest,
     Restore,
     SendParameters,
     ServerReport,
     SnapshotKept,
     TakeSnapshot,
 )
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.wire_format import CODES, FrameLimits, Header, TensorSpec
-from meshloom.core.errors import JobError, MessageError
+from meshloom.core.errors import JobError, MessageError, PeerLostError
 from meshloom.exchange.exchange import Slice
 
 SLICE_BYTES = 4 << 20
-MOST_TEXTS = 64  # slices of a text
-MOST_SNAPSHOTS = 1 << 16
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """A message's kind, and the names of its integers and its other numbers."""
-
-    kind: int
-    whole: tuple[str, ...] = ()
-    other: tuple[str, ...] = ()
-
-
-_FORMS: dict[type, _Form] = {
+_TYPES: dict[int, type] = {
     # worker -> server
-    Ask: _Form(kind=1),
-    Hello: _Form(kind=2, whole=("worker",)),
-    WorkerSeconds: _Form(kind=3, whole=("worker",), other=("seconds", "computing", "reading")),
-    Join: _Form(kind=4, whole=("worker",)),
-    Leave: _Form(kind=5, whole=("worker",)),
-    Push: _Form(kind=6, whole=("worker", "share"), other=("loss", "norm")),
+    1: Ask,
+    2: Hello,
+    3: WorkerSeconds,
+    4: Join,
+    5: Leave,
+    6: Push,
     # server -> worker
-    Terms: _Form(kind=11),
-    Welcome: _Form(kind=12, whole=("worker",)),
-    ParametersPart: _Form(kind=13, whole=("server", "share", "version")),
-    Rejoin: _Form(kind=14, whole=("share",)),
-    Done: _Form(kind=15),
+    11: RunDescription,
+    12: Welcome,
+    13: ParametersPart,
+    15: Done,
     # server -> head
-    PushStaged: _Form(kind=21, whole=("server", "worker", "share"), other=("loss", "norm")),
-    SnapshotKept: _Form(kind=22, whole=("server", "version")),
-    ServerReport: _Form(kind=23, whole=("server", "asked", "next_share")),
+    21: PushStaged,
+    22: SnapshotKept,
+    23: ServerReport,
     # head -> server
-    ReportRequest: _Form(kind=31, whole=("number",)),
-    Apply: _Form(kind=32, whole=("share", "version"), other=("loss", "norm", "rate")),
-    SendParameters: _Form(kind=33, whole=("worker", "share", "version")),
-    TakeSnapshot: _Form(kind=34, whole=("version", "forget_before")),
-    DropPush: _Form(kind=35, whole=("share",)),
-    Restore: _Form(kind=36, whole=("version",)),
+    32: Apply,
+    33: SendParameters,
+    34: TakeSnapshot,
+    35: DropPush,
+    36: Restore,
 }
-_TYPES = {form.kind: type_ for type_, form in _FORMS.items()}
-_NONE = {(Hello, "worker"), (Rejoin, "share"), (ServerReport, "asked")}  # there -1 is None, elsewhere itself
+_KINDS = {type_: kind for kind, type_ in _TYPES.items()}
 # the tens of a kind say who sends it to whom
 FROM_WORKERS, TO_WORKERS, FROM_SERVERS, TO_SERVERS = (
     frozenset(kind for kind in _TYPES if kind // 10 == tens) for tens in range(4)
 )
+_IN_TENSORS = {Push: ("gradients", "changes"), ParametersPart: ("values", "buffers")}
+# by a field's annotation; what is of any type is sent between servers alone
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value < 1 << 63,
+    "int | None": lambda value: value is None or _FITS["int"](value),
+    "float": lambda value: type(value) is float,
+    "str": lambda value: type(value) is str,
+    "dict[str, Any]": lambda value: type(value) is dict,
+    "list[int]": lambda value: type(value) is list and all(map(_FITS["int"], value)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,45 +107,46 @@ class ServerState:
     def num_tensors(self) -> int:
         """The most tensors in a message about it."""
         described = [*self.slices, *self.buffers.values()]
-        return 4 + sum(max(1, -(-prod(each.shape) // _elements(each.dtype))) for each in described)
+        return 3 + sum(max(1, -(-prod(each.shape) // _elements(each.dtype))) for each in described)
 
 
 def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> FrameLimits:
     """The largest messages of these kinds."""
-    num_tensors = max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)])
+    num_tensors = max([1, *(each.num_tensors for each in holdings)])
     return FrameLimits(kinds=kinds, num_tensors=num_tensors, tensor_bytes=SLICE_BYTES)
 
 
 def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, list[Tensor]]:
-    """Header and tensors, not copied. holding: of the server of a `ParametersPart` or `Push`."""
-    form = _FORMS[type(message)]
-    whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
-    tensors = [
-        torch.tensor(whole, dtype=torch.int64),
-        torch.tensor([getattr(message, name) for name in form.other], dtype=torch.float64),
-    ]
-    match message:
-        case Push():
-            assert holding
-            changes: Mapping[str, Tensor] = message.changes or {}
-            changed = [changes.get(name) for name in holding.buffers]
-            tensors += _encode_held(message.gradients, holding.slices)
-            tensors += _encode_held(changed, [*holding.buffers.values()])
-        case ParametersPart():
-            assert holding
-            buffers = [message.buffers[name] for name in holding.buffers]
-            tensors += _encode_held(message.values, holding.slices)
-            tensors += _encode_held(buffers, [*holding.buffers.values()])
-        case ServerReport():
-            tensors.append(torch.tensor([*message.snapshots], dtype=torch.int64))
-        case Terms():
-            if message.text:
-                tensors += _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8))
-        case Hello():
-            tensors.append(torch.frombuffer(bytearray(message.digest), dtype=torch.uint8))
-        case _:
-            pass
-    return Header(kind=form.kind), tensors
+    """Header and tensors, not copied. holding: of the server of a `ParametersPart` or `Push`.
+
+    Raises `JobError` for a text that no message can carry.
+    """
+    text = json.dumps({name: getattr(message, name) for name in _in_text(type(message))}).encode()
+    if len(text) > SLICE_BYTES:
+        raise JobError(
+            f"exchange=async sends a {type(message).__name__} in {SLICE_BYTES} bytes, and that of this job has {len(text)}. Use another exchange."
+        )
+    tensors = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+    if names := _IN_TENSORS.get(type(message)):
+        assert holding
+        held, buffers = (getattr(message, name) for name in names)
+        tensors += _encode_held(held, holding.slices)
+        tensors += _encode_held(
+            [(buffers or {}).get(name) for name in holding.buffers], [*holding.buffers.values()]
+        )
+    return Header(kind=_KINDS[type(message)]), tensors
+
+
+def send_or_drop(
+    end: Endpoint | Connections, peer: int, message: Any, holding: ServerState | None = None
+) -> None:
+    """Send a message to a peer, if it is there. One that has not taken what waits for it is dropped: it could fill the memory."""
+    try:
+        end.send(peer, *encode(message, holding))
+    except MessageError:
+        end.drop(peer)
+    except PeerLostError:
+        pass
 
 
 def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | None = None) -> Any:
@@ -157,46 +154,45 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
     type_ = _TYPES.get(header.kind)
     if type_ is None or header != Header(kind=header.kind):
         raise MessageError(f"A message with the header {header}, which is none of an asynchronous run.")
-    form, name = _FORMS[type_], type_.__name__
-    if len(tensors) < 2:
-        raise MessageError(f"A {name} without its numbers.")
-    whole = _numbers(tensors[0], len(form.whole), torch.int64, name)
-    other = _numbers(tensors[1], len(form.other), torch.float64, name)
-    fields: dict[str, Any] = dict(zip((*form.whole, *form.other), (*whole, *other), strict=True))
-    for each, value in zip(form.whole, whole, strict=True):
-        if value < (-1 if (type_, each) in _NONE else 0):
-            raise MessageError(f"A {name} with {each}={value}.")
-        if value == -1 and (type_, each) in _NONE:
-            fields[each] = None
-    rest = iter(tensors[2:])
-    if type_ is Push or type_ is ParametersPart:
+    name, rest = type_.__name__, iter(tensors)
+    values = _read_text(type_, next(rest, None))
+    if names := _IN_TENSORS.get(type_):
         if holding is None:
             raise MessageError(f"A {name}, which says nothing to this peer.")
         all_there = type_ is ParametersPart
         held = _decode_held(rest, holding.slices, name, all_there=all_there)
         states = _decode_held(rest, [*holding.buffers.values()], name, all_there=all_there)
         by_name = {each: one for each, one in zip(holding.buffers, states, strict=True) if one is not None}
-        names = ("gradients", "changes") if type_ is Push else ("values", "buffers")
-        fields |= zip(names, (held, by_name if holding.buffers else None), strict=True)
-    elif type_ is ServerReport:
-        fields["snapshots"] = dict.fromkeys(_versions(next(rest, None)))
-    elif type_ is TakeSnapshot:
-        fields["state"] = None
-    elif type_ is Terms:
-        fields["text"] = _text(rest)
-    elif type_ is Hello:
-        fields["digest"] = _digest(next(rest, None))
+        values |= zip(names, (held, by_name if holding.buffers else None), strict=True)
     if next(rest, None) is not None:
         raise MessageError(f"A {name} with more tensors than it has.")
-    return type_(**fields)
+    return type_(**values)
 
 
-def _numbers(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> list[Any]:
-    if tensor.dtype != dtype or tuple(tensor.shape) != (count,):
-        raise MessageError(
-            f"A {name} with {tuple(tensor.shape)} numbers of {tensor.dtype} instead of {count} of {dtype}."
-        )
-    return tensor.tolist()
+@cache
+def _in_text(type_: type) -> dict[str, str]:
+    """The annotations of the fields that are sent as text."""
+    return {
+        each.name: str(each.type) for each in fields(type_) if each.name not in _IN_TENSORS.get(type_, ())
+    }
+
+
+def _read_text(type_: type, tensor: Tensor | None) -> dict[str, Any]:
+    expected = _in_text(type_)
+    try:
+        if tensor is None or tensor.dtype != torch.uint8 or tensor.ndim != 1:
+            raise ValueError
+        text = tensor.numpy().tobytes().decode("ascii")
+        values = json.loads(text)
+        # every message has one encoding
+        if not isinstance(values, dict) or [*values] != [*expected] or json.dumps(values) != text:
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise MessageError(f"A {type_.__name__} without its numbers.") from None
+    for name, annotation in expected.items():
+        if annotation in _FITS and not _FITS[annotation](values[name]):
+            raise MessageError(f"A {type_.__name__} with {name}={str(values[name])[:99]}.")
+    return values
 
 
 def _elements(dtype: torch.dtype) -> int:
@@ -255,30 +251,3 @@ def _decode_one(rest: Iterator[Tensor], described: TensorSpec, name: str) -> Ten
         parts.append(part)
         left -= count
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(described.shape)
-
-
-def _versions(tensor: Tensor | None) -> list[int]:
-    if tensor is None or tensor.dtype != torch.int64 or tensor.ndim != 1 or len(tensor) > MOST_SNAPSHOTS:
-        raise MessageError("A ServerReport whose snapshots are no versions.")
-    if tensor.numel() and int(tensor.min()) < 0:
-        raise MessageError("A ServerReport with snapshots of numbers below 0.")
-    return tensor.tolist()
-
-
-def _text(rest: Iterator[Tensor]) -> str:
-    parts = list(rest)
-    are_bytes = all(part.dtype == torch.uint8 and part.ndim == 1 for part in parts)
-    if not are_bytes or len(parts) > MOST_TEXTS:
-        raise MessageError("Terms that are no text.")
-    if any(len(part) < SLICE_BYTES for part in parts[:-1]) or not all(map(len, parts)):
-        raise MessageError("Terms whose text is cut otherwise.")
-    try:
-        return b"".join(part.numpy().tobytes() for part in parts).decode()
-    except UnicodeDecodeError:
-        raise MessageError("Terms that are no text.") from None
-
-
-def _digest(tensor: Tensor | None) -> bytes:
-    if tensor is None or tensor.dtype != torch.uint8 or tuple(tensor.shape) != (DIGEST_BYTES,):
-        raise MessageError(f"A Hello without a digest of {DIGEST_BYTES} bytes.")
-    return tensor.numpy().tobytes()

@@ -1,12 +1,12 @@
 """The handshake of a worker and a server: they identify themselves, and check that both have the same job.
 
     worker  --Ask------------>  server 0      what is this run?
-            <-----------Terms--               plan, settings, parameters, and the ports of all servers
-    worker  --Hello---------->  every server  I have the same terms (digest); my number, once I have one
+            <--RunDescription--               plan, settings, parameters, and the ports of all servers
+    worker  --Hello---------->  every server  I have the same facts (digest); my number, once I have one
             <---------Welcome--               its number: the next one, never used before
     worker  --WorkerSeconds-->  server 0      when it leaves: how it spent its time
 
-A worker compares the terms and reports what differs; a server compares the digests and admits nobody else. A
+A worker compares the facts and reports what differs; a server compares the digests and admits nobody else. A
 worker joins when all servers have welcomed it, so that none sends parameters to a worker it does not know.
 """
 
@@ -15,18 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from meshloom.core.errors import EndpointError, JobError
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.parameters.file_weights import file_facts
 from meshloom.parameters.model import facts
-
-DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +33,11 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """Server 0 -> worker: a `RunDescription` as JSON."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hello:
     """Worker -> server: it asks to be admitted. digest: of the facts. worker: its number, once it has one."""
 
     worker: int | None
-    digest: bytes
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +59,11 @@ class WorkerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run as described to workers. facts: must be equal. ports: of all servers, at the first one's host."""
+    """Server 0 -> worker: the run. facts: must be equal. ports: of all servers, at the first one's host."""
 
     plan: str
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     ports: list[int]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> RunDescription:
-        """Raises `EndpointError` for a malformed text."""
-        try:
-            values = json.loads(text)
-            ports = [int(port) for port in values["ports"]]
-            return RunDescription(plan=str(values["plan"]), facts=dict(values["facts"]), ports=ports)
-        except (ValueError, TypeError, KeyError):
-            raise EndpointError(
-                "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."
-            ) from None
 
     def check(self, here: Mapping[str, Any]) -> None:
         """Raises `JobError` naming the first fact that differs."""
@@ -104,6 +80,6 @@ def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[s
     return json.loads(json.dumps({**facts(job, plan, model), **file_facts(job), "samples": num_samples}))
 
 
-def digest_of(facts: Mapping[str, Any]) -> bytes:
-    """A hash of facts, `DIGEST_BYTES` long."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """A hash of facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
                  Join, Leave                 Apply, SendParameters, TakeSnapshot, DropPush, Restore
     worker.py  ---------------->  head.py  --------------------------------------------------->  store.py (server 0 .. K-1)
                <----------------           <---------------------------------------------------
-                 Rejoin, Done                PushStaged, SnapshotKept, ServerReport
+                 Done                        PushStaged, SnapshotKept, ServerReport
                ------------------------------ Push, a part to every server ------------------->
                <----------------------------- ParametersPart, one of every server -------------
 

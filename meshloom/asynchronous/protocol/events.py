@@ -24,7 +24,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All servers have kept their parts after update `version`. Reported again when they go back to it."""
+    """All servers have kept their parts after update `version`. Reported again when they go on from it."""
 
     version: int
     state: Any
@@ -32,7 +32,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The servers are at update `version`; updates after it are gone."""
+    """The servers have started at update `version`; updates after it are gone."""
 
     version: int
 
@@ -43,16 +43,11 @@ Event = Update | Snapshot | Restored
 class KeptSnapshots:
     """newest: the newest one of which all `num_servers` servers have kept their parts."""
 
-    def __init__(self, num_servers: int, newest: Snapshot | None = None) -> None:
+    def __init__(self, num_servers: int, newest: Snapshot) -> None:
         self.newest = newest
         self._num_servers = num_servers
         # version -> the head's state, and who has kept it
         self._pending: dict[int, tuple[Any, set[int]]] = {}
-
-    @property
-    def complete(self) -> int:
-        """The version of the newest; -1: none."""
-        return self.newest.version if self.newest else -1
 
     def begin(self, version: int, state: Any) -> None:
         """Servers are asked to keep their parts after update `version`. state: the head's."""
@@ -60,7 +55,7 @@ class KeptSnapshots:
 
     def has(self, version: int) -> bool:
         """Whether servers have this snapshot, or have been asked to keep it."""
-        return version == self.complete or version in self._pending
+        return version == self.newest.version or version in self._pending
 
     def kept(self, version: int, server: int) -> Snapshot | None:
         """A server has kept its part; the snapshot if it was the last."""
@@ -78,7 +73,8 @@ class KeptSnapshots:
 def newest_common(reports: Mapping[int, ServerReport]) -> Snapshot:
     """The newest snapshot that all servers have. reports: by server.
 
-    It is of one history: no update is made before all servers have gone back, and dropped what was after it.
+    It is of one history: no update is made before all servers go on from it, and have dropped what was after it.
     """
-    version = max(set[int].intersection(*(set(report.snapshots) for report in reports.values())))
-    return Snapshot(version=version, state=reports[0].snapshots[version])
+    by_server = [dict(report.snapshots) for report in reports.values()]
+    version = max(set[int].intersection(*map(set, by_server)))
+    return Snapshot(version=version, state=by_server[0][version])

@@ -5,10 +5,10 @@
 
 Servers execute the head's messages in order, so the parts that a worker gets from several servers are of one
 version, and several servers compute what one server would. A push whose share is not out (its worker counts
-as lost, the servers were restored) is refused, and dropped by all servers.
+as lost) is refused, and dropped by all servers.
 
-When a killed server restarts, all servers go back to the newest snapshot that all of them have: there is one
-history. The updates after it are lost together, and their shares are not given out again. A head that
+Servers and head start and end together. They go on from the newest snapshot that all of them have: there is
+one history. The updates after it are lost together, and their shares are not given out again. A head that
 starts knows only what servers report, so starting, resuming and recovering are the same.
 """
 
@@ -36,8 +36,6 @@ from meshloom.asynchronous.protocol.messages import (
     Join,
     Leave,
     PushStaged,
-    Rejoin,
-    ReportRequest,
     Restore,
     SendParameters,
     Sent,
@@ -82,39 +80,33 @@ def head_state(next_share: int, ages: Mapping[int, int]) -> dict[str, Any]:
 
 
 class Head:
-    """request: the number of its newest request for reports. version: of the newest update."""
+    """version: of the newest update; -1 until all servers have reported."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self.request = 0
         self.version = -1
         self.ages: Counter[int] = Counter()
         self._events: list[Event] = []
-        self._clear(0)
-        self._reports: dict[int, ServerReport] | None = {}  # while servers report; None: running
+        self._reports: dict[int, ServerReport] = {}
+        self._joining: dict[int, None] = {}  # while servers report, in order
+        self._leases = Leases(rules.staleness, 0)
+        self._snapshots = KeptSnapshots(rules.num_servers, Snapshot(version=-1, state=None))
 
     @property
     def finished(self) -> bool:
         """Whether all updates are done, and in a snapshot."""
-        return self._reports is None and self._snapshots.complete == self._rules.steps
+        return self._snapshots.newest.version == self._rules.steps
 
-    def ask_for_snapshot(self) -> Sent | None:
-        """Take a snapshot of the newest update, whatever is due. None: not now, as servers report."""
-        if self._reports is not None:
-            return None
+    def ask_for_snapshot(self) -> Sent:
+        """Take a snapshot of the newest update, whatever is due; to be called after an update."""
         newest = self._snapshots.newest
-        self._events += [newest] if newest and newest.version == self.version else []
+        self._events += [newest] if newest.version == self.version else []
         return [] if self._snapshots.has(self.version) else self._keep()
 
     def take_events(self) -> list[Event]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
-
-    def start(self) -> Sent:
-        """Ask all servers for reports."""
-        self._reports = {}
-        return self._to_servers(ReportRequest(number=self.request))
 
     def receive(self, message: Any) -> Sent:
         """A message of a worker or server."""
@@ -128,26 +120,20 @@ class Head:
             case SnapshotKept():
                 return self._kept(message)
             case ServerReport():
-                return self._back(message)
+                return self._reported(message)
             case _:
                 raise AssertionError(f"a head does not take {type(message).__name__}")
 
     def lost(self, worker: int) -> Sent:
-        """The worker counts as gone; if it is alive, it is asked to join again and its push is refused. To be
+        """The worker counts as gone, and its push is refused; if it is alive, it connects and joins again. To be
         called after the messages of a connection that has ended: a later `Join` counts."""
         self._joining.pop(worker, None)
-        return [*self._remove(worker), (Address("worker", worker), Rejoin(share=None))]
-
-    def _clear(self, next_share: int, newest: Snapshot | None = None) -> None:
-        """No worker takes part. newest: the newest snapshot that all servers have."""
-        self._leases = Leases(self._rules.staleness, next_share)
-        self._joining: dict[int, None] = {}  # while servers are asked, in order
-        self._snapshots = KeptSnapshots(self._rules.num_servers, newest)
+        return self._forget(worker) + self._give_out() if worker in self._leases else []
 
     # --- Workers.
 
     def _join(self, worker: int) -> Sent:
-        if self._reports is not None:
+        if self.version < 0:
             self._joining[worker] = None
             return []
         sent = self._forget(worker) if worker in self._leases else []
@@ -157,14 +143,9 @@ class Head:
         return sent + self._give_out()
 
     def _leave(self, worker: int) -> Sent:
-        self._joining.pop(worker, None)
         if worker in self._leases and self._leases.leaves(worker):
             return []
-        return [*self._remove(worker), (Address("worker", worker), Done())]
-
-    def _remove(self, worker: int) -> Sent:
-        """A worker goes, if it is here: nobody waits for it."""
-        return self._forget(worker) + self._give_out() if worker in self._leases else []
+        return [*self.lost(worker), (Address("worker", worker), Done())]
 
     def _forget(self, worker: int) -> Sent:
         sent: Sent = []
@@ -183,25 +164,20 @@ class Head:
     def _staged(self, message: PushStaged) -> Sent:
         parts = self._leases.stage(message)
         if parts is None:
-            return self._refuse(message)
+            return [(Address("server", message.server), DropPush(share=message.share))]
         return self._apply(parts[0]) if len(parts) == self._rules.num_servers else []
-
-    def _refuse(self, message: PushStaged) -> Sent:
-        worker, share = message.worker, message.share
-        sent: Sent = [(Address("server", message.server), DropPush(share=share))]
-        is_here = worker in self._leases or worker in self._joining  # then it has, or gets, another lease
-        if message.server == 0 and not is_here:
-            sent.append((Address("worker", worker), Rejoin(share=share)))
-        return sent
 
     def _apply(self, push: PushStaged) -> Sent:
         worker = push.worker
         age = self.version - self._leases.finish(push.share).version
         self.version += 1
         self.ages[age] += 1
-        what: Any = {"share": push.share, "version": self.version, "loss": push.loss, "norm": push.norm}
-        self._events.append(Update(worker=worker, age=age, gap=self._leases.clocks.gap, **what))
-        sent = self._to_servers(Apply(rate=self._rules.rate(age), **what))
+        update = Update(
+            version=self.version, worker=worker, share=push.share, age=age, loss=push.loss, norm=push.norm,
+            gap=self._leases.clocks.gap,
+        )  # fmt: skip
+        self._events.append(update)
+        sent = self._to_servers(Apply(share=push.share, rate=self._rules.rate(age)))
         if not self._leases.wait_again(worker):
             sent += [*self._forget(worker), (Address("worker", worker), Done())]
         if self._rules.keeps(self.version):
@@ -213,7 +189,7 @@ class Head:
     def _keep(self) -> Sent:
         state = head_state(self._leases.first_open, self.ages)
         self._snapshots.begin(self.version, state)
-        before = self._snapshots.complete
+        before = self._snapshots.newest.version
         return self._to_servers(TakeSnapshot(version=self.version, state=state, forget_before=before))
 
     def _kept(self, message: SnapshotKept) -> Sent:
@@ -224,32 +200,22 @@ class Head:
         members = self._leases.clocks.workers if self.finished else []
         return [(Address("worker", worker), Done()) for worker in members]
 
-    def _back(self, message: ServerReport) -> Sent:
-        if message.asked is None:  # it has started, perhaps again: messages to it before are lost
-            joining, members = self._joining, self._leases.clocks.workers
-            if self._reports is None:
-                self.request += 1
-            self._clear(self._leases.next_share)
-            self._joining = joining
-            return [(Address("worker", worker), Rejoin(share=None)) for worker in members] + self.start()
-        if self._reports is None or message.asked != self.request:
-            return []
+    def _reported(self, message: ServerReport) -> Sent:
+        """Go on from the newest snapshot that all servers have, once all have reported."""
         self._reports[message.server] = message
-        return self._restore(self._reports) if len(self._reports) == self._rules.num_servers else []
-
-    def _restore(self, reports: dict[int, ServerReport]) -> Sent:
-        """Go back to the newest snapshot that all servers have."""
-        snapshot = newest_common(reports)
+        if len(self._reports) < self._rules.num_servers:
+            return []
+        snapshot = newest_common(self._reports)
         version, state = snapshot.version, snapshot.state
-        given_out = [report.next_share for report in reports.values()]
-        joining = list(self._joining)
-        self._clear(max(state["next_share"], *given_out), snapshot)
-        self._reports, self.version = None, version
+        given_out = [report.next_share for report in self._reports.values()]
+        self._leases.next_share = max(state["next_share"], *given_out)
+        self._snapshots = KeptSnapshots(self._rules.num_servers, snapshot)
+        self.version = version
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
         # the head that took the snapshot may not have lived to hear so
         self._events += [Restored(version=version), snapshot]
         sent = self._to_servers(Restore(version=version))
-        return sent + [each for worker in joining for each in self._join(worker)]
+        return sent + [each for worker in self._joining for each in self._join(worker)]
 
     def _to_servers(self, message: Any) -> Sent:
         return [(Address("server", server), message) for server in range(self._rules.num_servers)]

@@ -8,7 +8,7 @@ A share is given out once in a run, whatever becomes of it, so a push of a remov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshloom.asynchronous.protocol.clocks import Clocks
 from meshloom.asynchronous.protocol.messages import PushStaged
@@ -16,10 +16,11 @@ from meshloom.asynchronous.protocol.messages import PushStaged
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """version: of the parameters at which `worker` computes its share."""
+    """version: of the parameters at which `worker` computes its share. parts: of its push, by server."""
 
     worker: int
     version: int
+    parts: dict[int, PushStaged] = field(default_factory=dict)
 
 
 class Leases:
@@ -31,7 +32,6 @@ class Leases:
         self._waiting: dict[int, None] = {}  # for a share, or for slower workers, in order
         self._leaving: set[int] = set()  # once their push is applied
         self._by_share: dict[int, Lease] = {}
-        self._parts: dict[int, dict[int, PushStaged]] = {}  # by share and server
 
     @property
     def first_open(self) -> int:
@@ -55,9 +55,7 @@ class Leases:
         self._waiting.pop(worker, None)
         self._leaving.discard(worker)
         lost = [share for share, lease in self._by_share.items() if lease.worker == worker]
-        for share in lost:
-            del self._by_share[share]
-        return [share for share in lost if self._parts.pop(share, None)]
+        return [share for share in lost if self._by_share.pop(share).parts]
 
     def leaves(self, worker: int) -> bool:
         """The worker gets no further share. Whether it has one: then it leaves with that update."""
@@ -87,14 +85,12 @@ class Leases:
         lease = self._by_share.get(message.share)
         if lease is None or lease.worker != message.worker:
             return None
-        parts = self._parts.setdefault(message.share, {})
-        parts[message.server] = message
-        return parts
+        lease.parts[message.server] = message
+        return lease.parts
 
     def finish(self, share: int) -> Lease:
         """The push of this share is an update."""
         lease = self._by_share.pop(share)
-        del self._parts[share]
         self.clocks.advance(lease.worker)
         return lease
 

@@ -6,7 +6,7 @@ a share of the data over all epochs. A share is given out once in a run, so it n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ Sent = list[tuple[Address, Any]]  # messages with their receivers, in order
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Worker -> head: it asks for a share. An earlier lease of this worker is void."""
+    """Worker -> head: it asks for a share, as its connections are new. An earlier lease of this worker is void."""
 
     worker: int
 
@@ -68,13 +68,6 @@ class ParametersPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejoin:
-    """Head -> worker: join again. share: of a refused push; None: the awaited parameters will not arrive."""
-
-    share: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Done:
     """Head -> worker: all updates are done, or those of this worker are."""
 
@@ -100,34 +93,22 @@ class SnapshotKept:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReport:
-    """Server -> head: its state.
+    """Server -> head: its state as it starts.
 
-    asked: the number of the `ReportRequest` that this answers; None: it has just started.
-    snapshots: the head's state in each, as JSON values, by version.
+    snapshots: version, and the head's state as JSON values, of each.
     next_share: the first share for which it has never sent parameters.
     """
 
     server: int
-    asked: int | None
-    snapshots: Mapping[int, Any]
+    snapshots: Sequence[tuple[int, Any]]
     next_share: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportRequest:
-    """Head -> server: send a `ServerReport`. number: of this request."""
-
-    number: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Apply:
-    """Head -> server: the push of `share` is update `version`. rate: the factor of learning rates in it."""
+    """Head -> server: the push of `share` is the next update. rate: the factor of learning rates in it."""
 
     share: int
-    version: int
-    loss: float
-    norm: float
     rate: float
 
 
@@ -158,6 +139,6 @@ class DropPush:
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Head -> server: go back to the snapshot after update `version`."""
+    """Head -> server: go on from the snapshot after update `version`."""
 
     version: int

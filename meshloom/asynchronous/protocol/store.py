@@ -1,6 +1,6 @@
 """One server's part of the parameters: pushes wait until the head orders them.
 
-What the server holds is `Holdings`, rebuilt from a snapshot whenever the servers go back to one.
+What the server holds is `Holdings`, built from the snapshot from which all servers go on when they start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from meshloom.asynchronous.protocol.messages import (
     ParametersPart,
     Push,
     PushStaged,
-    ReportRequest,
     Restore,
     SendParameters,
     Sent,
@@ -31,7 +30,7 @@ class Holdings(Protocol):
     """The parameters, optimizer state and buffers of one server."""
 
     def apply(self, gradients: Any, changes: Any, *, loss: float, norm: float, rate: float) -> None:
-        """One update. loss, norm, rate: as in `Apply`."""
+        """One update. loss, norm: as in `Push`. rate: as in `Apply`."""
         ...
 
     def values(self) -> tuple[Any, Any]:
@@ -61,20 +60,25 @@ class Store:
         self._number = number
         self._storage = storage
         self._build = build
-        self._holdings: Holdings | None = None
+        self._holdings: Holdings  # once the head has all reports
         self._pushes: dict[int, Push] = {}  # by share
 
     def started(self) -> Sent:
-        """A server's first messages. Server 0 needs none: its head starts with it, and asks."""
-        return [self._back(None)]
+        """The first message."""
+        storage = self._storage
+        snapshots = [(version, state) for version, (state, _) in storage.snapshots.items()]
+        report = ServerReport(server=self._number, snapshots=snapshots, next_share=storage.next_share)
+        return [(HEAD, report)]
 
     def receive(self, message: Any) -> Sent:
         """A message of a worker or the head."""
         match message:
-            case ReportRequest():
-                return [self._back(message.number)]
             case Restore():
-                return self._restore(message)
+                snapshots = self._storage.snapshots
+                for version in [version for version in snapshots if version > message.version]:
+                    del snapshots[version]  # of updates that are lost
+                self._holdings = self._build(snapshots[message.version][1])
+                return []
             case Push():
                 self._pushes[message.share] = message
                 staged = PushStaged(
@@ -84,19 +88,13 @@ class Store:
             case DropPush():
                 self._pushes.pop(message.share, None)
                 return []
-            case _:
-                return self._do(message, self._holdings) if self._holdings else []
-
-    def _do(self, message: Any, holdings: Holdings) -> Sent:
-        """A decision of the head."""
-        match message:
             case Apply():
                 push = self._pushes.pop(message.share)
-                said = {"loss": message.loss, "norm": message.norm, "rate": message.rate}
-                holdings.apply(push.gradients, push.changes, **said)
+                said = {"loss": push.loss, "norm": push.norm, "rate": message.rate}
+                self._holdings.apply(push.gradients, push.changes, **said)
                 return []
             case SendParameters():
-                values, buffers = holdings.values()
+                values, buffers = self._holdings.values()
                 self._storage.next_share = message.share + 1
                 part = ParametersPart(
                     server=self._number, share=message.share, version=message.version, values=values, buffers=buffers
@@ -104,23 +102,9 @@ class Store:
                 return [(Address("worker", message.worker), part)]
             case TakeSnapshot():
                 snapshots, version = self._storage.snapshots, message.version
-                snapshots[version] = message.state, holdings.snapshot()
+                snapshots[version] = message.state, self._holdings.snapshot()
                 for old in [each for each in snapshots if each < message.forget_before]:
                     del snapshots[old]
                 return [(HEAD, SnapshotKept(server=self._number, version=version))]
             case _:
                 raise AssertionError(f"a server does not take {type(message).__name__}")
-
-    def _restore(self, message: Restore) -> Sent:
-        storage = self._storage
-        for version in [version for version in storage.snapshots if version > message.version]:
-            del storage.snapshots[version]  # of updates that are lost
-        self._holdings = self._build(storage.snapshots[message.version][1])
-        self._pushes = {}
-        return []
-
-    def _back(self, asked: int | None) -> tuple[Address, ServerReport]:
-        snapshots = {version: state for version, (state, _) in self._storage.snapshots.items()}
-        return HEAD, ServerReport(
-            server=self._number, asked=asked, snapshots=snapshots, next_share=self._storage.next_share
-        )

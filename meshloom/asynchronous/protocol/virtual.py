@@ -59,8 +59,7 @@ class VirtualCluster:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._draws = count()
-        for server in range(num_servers):
-            self._at(0.0, partial(self._start_server, server))
+        self._at(0.0, self._start_servers)
         for worker in range(num_workers):
             self._at(0.0, partial(self._start_worker, worker))
         for incident in circumstances.incidents:
@@ -68,7 +67,7 @@ class VirtualCluster:
 
     def ask_for_snapshot(self) -> None:
         """Have a snapshot taken of the newest update, whatever is due; to be called after an update."""
-        self._send(Address("server", 0), self.head.ask_for_snapshot() or [])
+        self._send(Address("server", 0), self.head.ask_for_snapshot())
 
     def run(self) -> Iterator[Event]:
         """Until all updates are done and in a snapshot, and the workers have ended; yields events."""
@@ -86,18 +85,15 @@ class VirtualCluster:
 
     # --- Processes.
 
-    def _start_server(self, server: int) -> None:
-        process = Address("server", server)
-        self._starts[process] += 1
-        self._stores[server] = self._parts.store(server)
-        if server == 0:
-            self.head = self._parts.head()
-            self._send(process, self.head.start())
-        else:
-            self._send(process, self._stores[server].started())
-        for number, worker in self._workers.items():
-            action = partial(self._connect, worker)
-            self._later(process, Address("worker", number), action)
+    def _start_servers(self) -> None:
+        self.head = self._parts.head()
+        for server in range(self._num_servers):
+            self._starts[Address("server", server)] += 1
+            self._stores[server] = self._parts.store(server)
+        for server, store in self._stores.items():
+            self._send(Address("server", server), store.started())
+        for worker in self._workers.values():
+            self._reconnect(worker)
 
     def _start_worker(self, number: int) -> None:
         if number in self._workers:
@@ -110,6 +106,11 @@ class VirtualCluster:
     def _connect(self, worker: Worker) -> None:
         self._from_worker(worker, worker.connected())
 
+    def _reconnect(self, worker: Worker) -> None:
+        """After what servers have sent it, the worker has a new connection."""
+        process = Address("worker", worker.number)
+        self._later(Address("server", 0), process, partial(self._connect, worker))
+
     def _gone(self, number: int) -> None:
         del self._workers[number]
         self.present[number] += self.seconds - self._since[number]
@@ -121,9 +122,9 @@ class VirtualCluster:
         if incident.what == "join":
             self._start_worker(number)
         elif incident.what == "server":
-            if number in self._stores:
-                del self._stores[number]
-                self._at(self.seconds + incident.away_seconds, lambda: self._start_server(number))
+            if number in self._stores:  # all servers end and start together
+                self._stores.clear()
+                self._at(self.seconds + incident.away_seconds, self._start_servers)
         elif number in self._workers:
             worker = self._workers[number]
             if incident.what == "leave":
@@ -135,10 +136,14 @@ class VirtualCluster:
 
     def _notice(self, worker: int, seconds: float) -> None:
         """The head hears that the worker's connection has ended, and not before it hears what was said."""
+        start = self._starts[Address("worker", worker)]
 
         def lost() -> None:
-            if 0 in self._stores:
-                self._send(Address("server", 0), self.head.lost(worker))
+            if 0 not in self._stores or self._starts[Address("worker", worker)] != start:
+                return  # it has joined anew since
+            self._send(Address("server", 0), self.head.lost(worker))
+            if worker in self._workers:
+                self._reconnect(self._workers[worker])
 
         said = self._last.get((Address("worker", worker), Address("server", 0)), 0.0)
         self._at(max(seconds, said), lost)
@@ -159,7 +164,7 @@ class VirtualCluster:
         seconds = self._varied(self._circumstances.seconds_of(worker.number))
 
         def done() -> None:
-            if self._workers.get(worker.number) is not worker:
+            if self._workers.get(worker.number) is not worker or worker.task is not task:
                 return
             self.busy[worker.number] += seconds
             self._from_worker(worker, worker.computed(self._parts.compute(worker.number, task)))

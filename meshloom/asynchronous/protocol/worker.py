@@ -1,10 +1,10 @@
 """A worker: it joins, computes the gradient of a share at the parameters that it receives, pushes, and waits.
 
     joining --parts of all servers--> computing --Push to every server--> waiting --parts of all servers--> ...
-       ^                                                                     |
-       +---------------------- Rejoin, or a connection was restored ---------+
+       ^                                 |                                   |
+       +---------------------------------+-- a connection was restored ------+
 
-Messages that arrive while it computes do not stop it: a void push is refused later.
+A push of a lease that is void is refused, and has no other effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from meshloom.asynchronous.protocol.messages import (
     Leave,
     ParametersPart,
     Push,
-    Rejoin,
     Sent,
 )
 
@@ -55,13 +54,13 @@ class Worker:
         self._num_servers = num_servers
         self._newest = -1  # share of the newest part
         self._parts: dict[int, ParametersPart] = {}  # of the newest share, by server
-        self._pushed = -1  # the newest share that still counts
         self._leaving = False
 
     def connected(self) -> Sent:
-        """The servers are connected, for the first time or again: messages may have been lost."""
+        """The servers are connected, for the first time or again: messages may have been lost, and what it had is void."""
+        self.task, self._parts = None, {}
         self.ended = self.ended or self._leaving
-        return [] if self.task or self.ended else [self._join()]
+        return [] if self.ended else [(HEAD, Join(worker=self.number))]
 
     def receive(self, message: Any) -> Sent:
         """A message of a server or the head."""
@@ -70,12 +69,6 @@ class Worker:
         match message:
             case ParametersPart():
                 return self._part(message)
-            case Rejoin():
-                if self.task or message.share not in (None, self._pushed):
-                    return []  # it has joined since
-                self._pushed = -1
-                self.ended = self._leaving
-                return [] if self.ended else [self._join()]
             case Done():
                 self.ended = True
                 return []
@@ -83,18 +76,16 @@ class Worker:
                 raise AssertionError(f"a worker does not take {type(message).__name__}")
 
     def computed(self, computed: Computed) -> Sent:
-        """The task is done: push its gradient, unless a newer lease has arrived meanwhile."""
+        """The task is done: push its gradient."""
         task, self.task = self.task, None
         assert task is not None
         sent: Sent = []
-        if self._newest == task.share:
-            self._pushed = task.share
-            for server, gradients in enumerate(computed.gradients):
-                changes = computed.changes if server == 0 else None
-                push = Push(
-                    worker=self.number, share=task.share, gradients=gradients, changes=changes, loss=computed.loss, norm=computed.norm
-                )  # fmt: skip
-                sent.append((Address("server", server), push))
+        for server, gradients in enumerate(computed.gradients):
+            changes = computed.changes if server == 0 else None
+            push = Push(
+                worker=self.number, share=task.share, gradients=gradients, changes=changes, loss=computed.loss, norm=computed.norm
+            )  # fmt: skip
+            sent.append((Address("server", server), push))
         self._begin()
         return sent
 
@@ -102,9 +93,6 @@ class Worker:
         """End as soon as the share that is out is pushed."""
         self._leaving = True
         return [] if self.ended else [(HEAD, Leave(worker=self.number))]
-
-    def _join(self) -> tuple[Address, Join]:
-        return HEAD, Join(worker=self.number)
 
     def _part(self, part: ParametersPart) -> Sent:
         if part.share < self._newest:

@@ -10,7 +10,7 @@ from meshloom.core.errors import MessageError
 class AdmittedWorkers:
     """digest: of the job that a worker must have. numbers: of server 0, which numbers workers."""
 
-    def __init__(self, digest: bytes, numbers: MappedNumbers | None) -> None:
+    def __init__(self, digest: str, numbers: MappedNumbers | None) -> None:
         self._digest, self._numbers = digest, numbers
         self._peers: dict[int, int] = {}  # worker -> its peer
         self._workers: dict[int, int] = {}  # peer -> worker

@@ -39,7 +39,6 @@ class Reports:
         self._send_event, self._directory, self._num_servers = send_event, directory, num_servers
         self._job, self._settings = job, settings
         self.asked = False  # whether every snapshot is due, as the run is to end
-        self._present: set[int] = set()  # workers that have joined
         self._finished = False
         self._bytes = {"push": 0, "pull": 0}
         self._once = {"push": 0, "pull": 0}  # of one message
@@ -55,17 +54,9 @@ class Reports:
         """This start of the server begins."""
         self._send_event({"event": "serving"})
 
-    def joined(self, worker: int) -> None:
-        """The worker takes part, perhaps again."""
-        if worker not in self._present:
-            self._present.add(worker)
-            self._send_event({"event": "worker", "worker": worker, "what": "joined"})
-
-    def gone(self, worker: int, what: Literal["left", "lost"]) -> None:
-        """The worker takes part no longer, if it did."""
-        if worker in self._present:
-            self._present.remove(worker)
-            self._send_event({"event": "worker", "worker": worker, "what": what})
+    def worker(self, worker: int, what: Literal["joined", "left", "lost"]) -> None:
+        """The worker takes part, perhaps as before, or no longer, if it did."""
+        self._send_event({"event": "worker", "worker": worker, "what": what})
 
     def tally(self, tally: WorkerSeconds) -> None:
         """How a worker spent its time."""

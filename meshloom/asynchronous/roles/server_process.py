@@ -3,7 +3,7 @@
     workers <-Endpoint-> server 0: head, store <-Endpoint, other keys-> server k: store <-Endpoint-> workers
 
 Events are reported to the launcher, which shows them, evaluates and saves. Senseless messages of peers are
-refused and counted, and have no other effect.
+refused and counted, and have no other effect. A server that loses another ends: the launcher starts all anew.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from meshloom.asynchronous.messaging.codec import (
     TO_SERVERS,
     TO_WORKERS,
     decode,
-    encode,
     limits_for,
+    send_or_drop,
 )
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
-from meshloom.asynchronous.messaging.outbox import Outbox
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.protocol.messages import (
     HEAD,
@@ -51,16 +50,15 @@ from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.keys import read_server_key, read_worker_key
 from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage, SocketLimits
-from meshloom.core.errors import MessageError
+from meshloom.core.errors import MessageError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
 
 _LOOK_SECONDS = 0.1  # between looks at signals
-MOST_FOR_WORKERS = 100  # messages that wait for one worker, which is sent one share at a time and little else
 _LAST_WORDS_SECONDS = 0.5  # how long workers that leave have for their last messages
-_HEAD_PATIENCE = SocketLimits(queue_messages=1000)
+_FOR_SERVERS = SocketLimits(queue_messages=10_000)  # workers are sent one share at a time, and little else
 
 
 class ServerProcess:
@@ -77,8 +75,7 @@ class ServerProcess:
         files = SnapshotFiles(directory, (served.start.version, *served.first))
         self._numbers = MappedNumbers(directory / "numbers")
         self._storage = Storage(snapshots=files, next_share=self._numbers.next_share)
-        self._asked_after = -1  # the head's request for reports after which it was asked for a snapshot
-        self._noted = False  # whether the launcher has the job's notes
+        self._asked = False  # whether the head was asked for a snapshot, as the run is to end
         self._store = Store(self._number, self._storage, self._hold)
         first = self._number == 0
         self._head = Head(settings.rules(job, plan)) if first else None
@@ -93,15 +90,13 @@ class ServerProcess:
             stack.callback(self._numbers.close)
             limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._served.state])
             address, key = role.addresses[self._number], read_server_key(role.path / SERVER_KEY)
-            outer = stack.enter_context(Endpoint(address, key, limits, listening=role.listening[0]))
-            self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
+            self._outer = stack.enter_context(Endpoint(address, key, limits, listening=role.listening[0]))
             self._inner: Endpoint | Connections | None = None
             if self._plan.servers > 1:
                 self._inner = stack.enter_context(_between_servers(role, is_head=self._head is not None))
-                self._to_servers = Outbox(self._inner)
             self._reports.serving()
             if self._head is not None:
-                self._send(self._head.start())
+                self._send(self._store.started())
             while not self._stop:
                 self._wait()
                 self._look()
@@ -115,8 +110,7 @@ class ServerProcess:
         poller = zmq.Poller()
         for each in (*self._outer.sockets, *(self._inner.sockets if self._inner is not None else ())):
             poller.register(each, zmq.POLLIN)
-        waits = self._to_workers.waits or (self._inner is not None and self._to_servers.waits)
-        poller.poll(5 if waits else round(_LOOK_SECONDS * 1000))
+        poller.poll(round(_LOOK_SECONDS * 1000))
 
     def _look(self) -> None:
         for event in self._outer.poll(0.0):
@@ -127,35 +121,31 @@ class ServerProcess:
                     self._lose_worker(peer)
                 case Joined():
                     pass  # its Hello follows
-        self._to_workers.flush()
         if self._inner is not None:
             for event in self._inner.poll(0.0):
                 match event:
                     case ReceivedMessage():
                         self._from_server(event)
-                    case Lost(peer):
-                        self._to_servers.forget(peer)
-                        left = {server: there for server, there in self._servers.items() if there != peer}
-                        self._servers = left
+                    case Lost():
+                        if not self._stop:
+                            raise PeerLostError(f"server {self._number} has lost its connection to another")
                     case Joined(peer):
-                        # the head may have restarted, and its earlier messages may be lost: as after a start
                         if self._head is None:
                             self._servers = {0: peer}
                             self._send(self._store.started())
-            self._to_servers.flush()
         if self._head is not None:
             self._ask_for_snapshot(self._head)
             self._reports.events(self._head, self._served.learning_rates)
         self._report_counts()
 
     def _ask_for_snapshot(self, head: Head) -> None:
-        """Once the launcher wants one; again if updates were lost meanwhile."""
+        """Once, when the launcher wants one."""
         self._reports.asked = self._reports.asked or (self._role.path / ASK_FOR_SNAPSHOT).exists()
         if not self._reports.asked or head.version <= self._served.start.version:
             return
-        if self._asked_after != head.request and (sent := head.ask_for_snapshot()) is not None:
-            self._asked_after = head.request
-            self._send(sent)
+        if not self._asked:
+            self._asked = True
+            self._send(head.ask_for_snapshot())
 
     def _report_counts(self, now: bool = False) -> None:
         self._reports.counts(self._outer.refused, now=now)
@@ -167,7 +157,7 @@ class ServerProcess:
             message = decode(event.header, event.tensors, self._served.state)
             worker = self._workers.worker(event.peer)
             if isinstance(message, Ask) and self._head is not None:
-                self._to_workers.send(event.peer, *encode(Terms(text=self._served.description.to_json())))
+                send_or_drop(self._outer, event.peer, self._served.description)
             elif isinstance(message, Hello):
                 self._welcome(event.peer, message)
             elif isinstance(message, WorkerSeconds | Join | Leave | Push) and message.worker == worker:
@@ -181,9 +171,8 @@ class ServerProcess:
     def _welcome(self, peer: int, hello: Hello) -> None:
         number, earlier = self._workers.admit(peer, hello)
         if earlier is not None:
-            self._to_workers.forget(earlier)
             self._outer.drop(earlier)
-        self._to_workers.send(peer, *encode(Welcome(worker=number)))
+        send_or_drop(self._outer, peer, Welcome(worker=number))
 
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
         """A message of an admitted worker."""
@@ -196,17 +185,13 @@ class ServerProcess:
             self._reports.tally(message)
         else:
             self._send(self._head.receive(message))
-            if isinstance(message, Leave):
-                self._reports.gone(message.worker, "left")
-            else:
-                self._reports.joined(message.worker)
+            self._reports.worker(message.worker, "left" if isinstance(message, Leave) else "joined")
 
     def _lose_worker(self, peer: int) -> None:
-        self._to_workers.forget(peer)
         worker = self._workers.remove(peer)
         if self._head is not None and worker is not None:
             self._send(self._head.lost(worker))
-            self._reports.gone(worker, "lost")
+            self._reports.worker(worker, "lost")
 
     # --- Servers and the head.
 
@@ -231,20 +216,19 @@ class ServerProcess:
                 self._numbers.next_share = self._storage.next_share  # before the worker hears of it
             elif address.kind == "worker":
                 self._send_worker(address.number, message)
-            elif (peer := self._servers.get(address.number)) is not None:
-                self._to_servers.send(peer, *encode(message))
+            elif self._inner is not None and (peer := self._servers.get(address.number)) is not None:
+                send_or_drop(self._inner, peer, message)
 
     def _send_worker(self, worker: int, message: Any) -> None:
         peer = self._workers.peer(worker)
         if peer is not None:
             if isinstance(message, ParametersPart):
                 self._reports.carried("pull", message.values, message.buffers)
-            self._to_workers.send(peer, *encode(message, self._served.state))
+            send_or_drop(self._outer, peer, message, self._served.state)
 
     def _hold(self, content: Content | None) -> Parameters:
         held = self._served.hold(content)
-        if self._head is not None and not self._noted:
-            self._noted = True
+        if self._head is not None:
             self._reports.notes(held.notes())
         return held
 
@@ -254,5 +238,5 @@ def _between_servers(role: Role, *, is_head: bool) -> Endpoint | Connections:
     limits = limits_for(FROM_SERVERS | TO_SERVERS)
     if is_head:
         key = read_server_key(role.path / HEAD_KEYS[0])
-        return Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1])
-    return Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE)
+        return Endpoint(role.head, key, limits, _FOR_SERVERS, listening=role.listening[1])
+    return Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _FOR_SERVERS)

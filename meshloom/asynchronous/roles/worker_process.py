@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from meshloom.asynchronous.messaging.codec import (
@@ -14,20 +15,18 @@ from meshloom.asynchronous.messaging.codec import (
     TO_WORKERS,
     ServerState,
     decode,
-    encode,
     limits_for,
+    send_or_drop,
 )
 from meshloom.asynchronous.messaging.handshake import (
     Ask,
     Hello,
     RunDescription,
-    Terms,
     Welcome,
     WorkerSeconds,
     digest_of,
     facts_of,
 )
-from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.messages import Sent
 from meshloom.asynchronous.protocol.worker import Worker
 from meshloom.asynchronous.roles.reports import SendEvent
@@ -35,7 +34,7 @@ from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.keys import WorkerKey
 from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage
-from meshloom.core.errors import MessageError, PeerLostError
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 
@@ -52,21 +51,26 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
     Raises `PeerLostError` if nobody answers, `EndpointError` if the key is not that run's.
     """
     deadline = time.monotonic() + timeout_seconds
-    limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
-    with Connections([address], key, limits) as connections:
-        outbox = Outbox(connections)
+    with Connections([address], key, limits_for(FROM_WORKERS | TO_WORKERS)) as connections:
         while time.monotonic() < deadline and not stop:
             for event in connections.poll(_LOOK_SECONDS):
                 if isinstance(event, Joined):
-                    outbox.send(event.peer, *encode(Ask()))
+                    send_or_drop(connections, event.peer, Ask())
                 elif isinstance(event, ReceivedMessage):
-                    answer = decode(event.header, event.tensors)
-                    if isinstance(answer, Terms):
-                        return RunDescription.from_json(answer.text)
+                    return _description(event)
     if stop:
         return None
     raise PeerLostError(
         f"Nobody at {address} has described its run within {timeout_seconds:g} s. Give the address that meshloom train has printed."
+    )
+
+
+def _description(answer: ReceivedMessage) -> RunDescription:
+    with suppress(MessageError):
+        if isinstance(found := decode(answer.header, answer.tensors), RunDescription):
+            return found
+    raise EndpointError(
+        "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."
     )
 
 
@@ -87,7 +91,9 @@ class WorkerProcess:
         facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
         description.check(facts)
         self._digest = digest_of(facts)
-        self._holdings = ServerState.of(self._replica.division, dict(self._replica.model.named_buffers()))
+        self._holdings = ServerState.of(
+            self._replica.whole_model.division, dict(self._replica.model.named_buffers())
+        )
         host = address.rpartition(":")[0]
         self._addresses = [address, *(f"{host}:{port}" for port in description.ports[1:])]
         self._key, self._stop, self._timeout_seconds = key, stop, timeout_seconds
@@ -103,8 +109,7 @@ class WorkerProcess:
     def run(self) -> None:
         """Until all updates are done or a signal comes. Raises `PeerLostError` when servers stay away."""
         limits = limits_for(FROM_WORKERS | TO_WORKERS, self._holdings)
-        connections = Connections(self._addresses, self._key, limits)
-        self._outbox = Outbox(connections)
+        connections = self._connections = Connections(self._addresses, self._key, limits)
         well = False
         try:
             self._follow(connections)
@@ -120,7 +125,7 @@ class WorkerProcess:
                 return
             self._leave_if_told()
             busy = self._worker is not None and self._worker.task is not None
-            for event in connections.poll(0.0 if busy else 0.005 if self._outbox.waits else _LOOK_SECONDS):
+            for event in connections.poll(0.0 if busy else _LOOK_SECONDS):
                 match event:
                     case Joined(peer, address):
                         server = self._addresses.index(address)
@@ -130,7 +135,6 @@ class WorkerProcess:
                         self._forget(peer)
                     case ReceivedMessage():
                         self._hear(event)
-            self._outbox.flush()
             if len(self._welcome) == len(self._addresses):
                 apart = time.monotonic()
             elif time.monotonic() > apart + self._timeout_seconds:
@@ -144,16 +148,6 @@ class WorkerProcess:
             spent = {"computing": self._computing, "reading": self._reading}
             seconds = time.monotonic() - self._joined_at
             self._send(0, WorkerSeconds(worker=self._number, seconds=seconds, **spent))
-        self._empty(connections)
-
-    def _empty(self, connections: Connections) -> None:
-        """Send waiting messages before the connections end."""
-        deadline = time.monotonic() + _LINGER_SECONDS
-        while self._outbox.waits and time.monotonic() < deadline:
-            for event in connections.poll(0.005):
-                if isinstance(event, Lost):
-                    self._forget(event.peer)
-            self._outbox.flush()
 
     def _greet(self, server: int) -> None:
         """Server 0 assigns the number, with which this worker greets the others."""
@@ -161,7 +155,6 @@ class WorkerProcess:
             self._send(server, Hello(worker=self._number, digest=self._digest))
 
     def _forget(self, peer: int) -> None:
-        self._outbox.forget(peer)
         server = self._servers.pop(peer)
         self._peers.pop(server, None)
         self._welcome.discard(server)
@@ -202,7 +195,7 @@ class WorkerProcess:
         task, began = worker.task, time.monotonic()
         chunks = self._shares.read(task.share)
         read = time.monotonic()
-        self._replica.load([part.values for part in task.parts], task.parts[0].buffers or {})
+        self._replica.whole_model.load([part.values for part in task.parts], task.parts[0].buffers or {})
         computed = self._replica.compute(worker.number, chunks)
         self._reading += read - began
         self._computing += time.monotonic() - read
@@ -221,4 +214,4 @@ class WorkerProcess:
     def _send(self, server: int, message: object) -> None:
         peer = self._peers.get(server)
         if peer is not None:
-            self._outbox.send(peer, *encode(message, self._holdings[server]))
+            send_or_drop(self._connections, peer, message, self._holdings[server])

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshloom.asynchronous.state.checkpoints import write_snapshot
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.settings import AsynchronousSettings
@@ -31,16 +29,11 @@ class Inspection:
         self._data: Any = None
         self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
 
-    @property
-    def model(self) -> torch.nn.Module:
-        """With the values of the newest snapshot that was evaluated or saved."""
-        return self._replica.model
-
     def try_out(self) -> None:
         """Check that `out` can have the model, and that no checkpoint there is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
         if settings.out is not None:
-            check_saved(self.model)
+            check_saved(self._replica.model)
         self._replaced = open_directory(
             settings.out, group, resume=settings.resume, overwrite=settings.overwrite
         )
@@ -52,7 +45,7 @@ class Inspection:
         """Load the values of a snapshot, by server."""
         there = [content for content in contents if content is not None]
         if there:  # else no update is done yet: the model is as the job built it
-            self._replica.load([content.values for content in there], there[0].buffers)
+            self._replica.whole_model.load([content.values for content in there], there[0].buffers)
 
     def evaluate(self, contents: Sequence[Content | None], version: int) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, after `version` updates."""
@@ -71,7 +64,14 @@ class Inspection:
             )
         self.load(contents)
         path = write_snapshot(
-            self._settings.out, version, contents, state, self.model, self._job, self._plan, self._replaced
+            self._settings.out,
+            version,
+            contents,
+            state,
+            self._replica.model,
+            self._job,
+            self._plan,
+            self._replaced,
         )
         self._replaced = []
         return path

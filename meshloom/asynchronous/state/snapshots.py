@@ -38,19 +38,16 @@ class SnapshotFiles(MutableMapping[int, tuple[Any, "Content | None"]]):
         for path in directory.glob(".*"):
             path.unlink()  # left incomplete by a kill
         self._directory = directory
-        self._first: tuple[int, Any, Content | None] | None = first
-        self._versions = dict.fromkeys(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
+        # what has no file; None for a file
+        self._snapshots: dict[int, tuple[Any, Content | None] | None] = {first[0]: first[1:]}
+        self._snapshots |= dict.fromkeys(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
 
     def path(self, version: int) -> Path:
         """Of a version's file."""
         return self._directory / snapshot_name(version)
 
     def __getitem__(self, version: int) -> tuple[Any, Content | None]:
-        if version in self._versions:
-            return read_snapshot(self.path(version))
-        if self._first is not None and self._first[0] == version:
-            return self._first[1:]
-        raise KeyError(version)
+        return self._snapshots[version] or read_snapshot(self.path(version))
 
     def __setitem__(self, version: int, snapshot: tuple[Any, Content | None]) -> None:
         state, content = snapshot
@@ -59,23 +56,17 @@ class SnapshotFiles(MutableMapping[int, tuple[Any, "Content | None"]]):
         write_snapshot(temporary, state, content)
         temporary.rename(self.path(version))
         sync_directory(self._directory)
-        self._versions[version] = None
+        self._snapshots[version] = None
 
     def __delitem__(self, version: int) -> None:
-        if version in self._versions:
-            del self._versions[version]
+        if self._snapshots.pop(version) is None:
             self.path(version).unlink()
-        elif self._first is not None and self._first[0] == version:
-            self._first = None
-        else:
-            raise KeyError(version)
 
     def __iter__(self) -> Iterator[int]:
-        first = [self._first[0]] if self._first is not None and self._first[0] not in self._versions else []
-        return iter([*first, *self._versions])
+        return iter(self._snapshots)
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._snapshots)
 
 
 class MappedNumbers:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from meshloom.asynchronous.protocol.worker import Computed
 from meshloom.asynchronous.state.parameters import changes_of
@@ -17,7 +16,6 @@ from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.chunks import Chunk
-from meshloom.exchange.exchange import Slice
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.replica.metrics import evaluate
 from meshloom.replica.prepare import prepare
@@ -47,15 +45,6 @@ class WorkerReplica:
     def take_notes(self) -> list[str]:
         """Notes for the user about what forwards write, each once; clears them."""
         return list(dict.fromkeys(self._replica.scope.take_notes()))
-
-    @property
-    def division(self) -> Sequence[Sequence[Slice]]:
-        """The slices that each server holds."""
-        return self.whole_model.division
-
-    def load(self, values: Sequence[Sequence[Tensor]], buffers: Mapping[str, Tensor]) -> None:
-        """Take parameters from all servers' slices (in order of servers), and buffers by name."""
-        self.whole_model.load(values, buffers)
 
     def compute(self, worker: int, chunks: Sequence[Chunk]) -> Computed:
         """Mean gradient of a share at the loaded values. Raises `TrainingError` if it is not finite."""

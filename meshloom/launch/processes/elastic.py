@@ -1,11 +1,12 @@
 """Starts servers and workers of an asynchronous run on this machine, restarts killed servers, and ends them.
 
-    launcher     holds the sockets that servers listen on, so that a restarted server keeps its address, and receives reports
+    launcher     holds the sockets that servers listen on, so that restarted servers keep their addresses, and receives reports
     server 0     has the head too
     server k     communicates with the head over a separate socket, with keys that workers do not have
     worker       like one that joins from elsewhere
 
-A killed worker is not restarted. A worker or server that fails ends the run: the others would fail likewise.
+When a server is killed, all end and are restarted: they go on from a snapshot together. A killed worker is not
+restarted. A worker or server that fails ends the run: the others would fail likewise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from meshloom.launch.processes.hang import process_state
 from meshloom.launch.processes.rank_process import RankProcess
 from meshloom.launch.role import Role
 
-MOST_STARTS = 5  # of a server, without an update in between
+MOST_ENDS = 5  # of a server, without an update in between
 STOPPED_SECONDS = 10.0  # how long a server may be stopped (SIGSTOP), while all workers wait for it
 WORKER_KEY, SERVER_KEY, HEAD_KEYS = "worker.key", "server.key", ("head-server.key", "head-worker.key")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
@@ -109,7 +110,8 @@ class ElasticProcesses:
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
         self._running: dict[int, float] = {}  # when each server was last seen not to be stopped
-        self._since_update: Counter[int] = Counter()  # starts of each server
+        self._ends: Counter[str] = Counter()  # of each server, since the newest update
+        self._restarting = False  # whether servers are to end, so that all are restarted
         self._notes: list[str] = []
         self._dismissed = False
         with self._stack as building:
@@ -125,8 +127,7 @@ class ElasticProcesses:
 
     def start(self) -> None:
         """All servers, and the workers."""
-        for number in range(len(self.addresses)):
-            self._start_server(number)
+        self._start_servers()
         for number in range(self._num_workers):
             role = self._role("worker", number, self._sockets.reached, "")
             self._workers.append(self._start("a worker", "[worker]", role, ()))
@@ -141,8 +142,8 @@ class ElasticProcesses:
         return any(worker.exit_code is None and not worker.joined for worker in self._workers)
 
     def updated(self) -> None:
-        """There was an update: count the starts of each server anew."""
-        self._since_update.clear()
+        """There was an update: count the ends of each server anew."""
+        self._ends.clear()
 
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
         """Reports, each with the name of its process, after waiting for the first at most this long.
@@ -213,13 +214,13 @@ class ElasticProcesses:
                 server.send(signal.SIGKILL)
                 self._running[number] = now
 
-    def _start_server(self, number: int) -> None:
-        self._running[number] = time.monotonic()
-        self._since_update[number] += 1
-        descriptors = self._sockets.descriptors(number)
-        role = self._role("server", number, self.addresses, self._sockets.head)
-        role = replace(role, listening=descriptors)
-        self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
+    def _start_servers(self) -> None:
+        for number in range(len(self.addresses)):
+            self._running[number] = time.monotonic()
+            descriptors = self._sockets.descriptors(number)
+            role = self._role("server", number, self.addresses, self._sockets.head)
+            role = replace(role, listening=descriptors)
+            self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
 
     def _role(
         self, kind: Literal["server", "worker"], number: int, addresses: tuple[str, ...], head: str
@@ -235,28 +236,39 @@ class ElasticProcesses:
         return self._children.start(name, prefix, self._command, environment, passed)
 
     def _handle_ended(self, ended: Sequence[RankProcess]) -> None:
+        if self._dismissed:
+            return
         for process in ended:
-            if self._dismissed:
-                continue
             failure = process.failure
             if failure is not None and failure.kind and not failure.consequence:
                 raise EndedError(str(failure.of(process.name)), failure.exit_code)
-            if process not in self._workers:
-                self._restart(
-                    next(each for each, server in self._servers.items() if server is process), process
-                )
-            elif process.exit_code:
+            if process in self._workers and process.exit_code:
                 self._notes.append(f"{process.name} {process.how_it_ended}; the run goes on")
+        servers = list(self._servers.values())
+        ended_servers = [server for server in servers if server in ended]
+        if ended_servers and not self._restarting:
+            # one that has only lost another is not the cause
+            self._end_servers(
+                min(ended_servers, key=lambda each: bool(each.failure and each.failure.consequence))
+            )
+        if self._restarting and all(server.exit_code is not None for server in servers):
+            self._restarting = False
+            for server in servers:
+                self._children.remove(server)
+            self._start_servers()
 
-    def _restart(self, number: int, server: RankProcess) -> None:
-        if self._since_update[number] >= MOST_STARTS:
+    def _end_servers(self, ended: RankProcess) -> None:
+        """One has ended: end the others, too."""
+        self._restarting = True
+        self._ends[ended.name] += 1
+        if self._ends[ended.name] >= MOST_ENDS:
             raise EndedError(
-                f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.",
+                f"{ended.name} has ended {MOST_ENDS} times without an update in between; the last time it {ended.how_it_ended}.",
                 1,
             )
-        self._notes.append(f"server {number} {server.how_it_ended}; it is restarted")
-        self._children.remove(server)
-        self._start_server(number)
+        self._notes.append(f"{ended.name} {ended.how_it_ended}; it is restarted")
+        for server in self._servers.values():
+            server.send(signal.SIGKILL)
 
 
 def _write_keys(directory: Path) -> None:
