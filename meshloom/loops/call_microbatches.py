@@ -125,7 +125,7 @@ def check_rows(
             found = "cannot be joined" if joined is None else f"have shape {list(joined.shape)}, joined"
             raise CaptureError(
                 f"A pipeline cuts the inputs of a call. Result {at} of the forward has shape {list(result.shape)}, and those of {len(rows)} microbatches {found}. "
-                + WAY_OUT
+                "Results have their rows along dim 0, whatever dim inputs have them along. " + WAY_OUT
             )
         if draws:
             continue
