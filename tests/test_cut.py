@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.schedules import SCHEDULES
@@ -22,7 +23,7 @@ from meshloom.pipeline.stages.choose_cuts import UNEVEN, CutChoice, choose_cuts
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages
-from meshloom.program.capture.capture import capture_module
+from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import SavedTensor, costs
 from meshloom.program.cost.program_seconds import Seconds
 from meshloom.program.cost.rates import Rates
@@ -30,8 +31,8 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_flat
-from meshloom.program.trace.precision import build_model, default_precision
-from tests.test_stages import family
+from meshloom.program.trace.precision import build_model, default_precision, in_precision
+from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 SPEED = 1e4  # bytes per second
@@ -441,13 +442,15 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
 def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
     """Against torch's own hooks, stage by stage on real tensors: memory saved for backward, and values
     received."""
-    subject = family(name, 1, even=True)
-    program = subject.programs[0]
+    job = FAMILIES[name].make_job(True)
+    data = job.data()
+    batch = in_precision(default_collate([data[0], data[1]]), torch.float64)
+    program = capture(job, (batch, batch), dtype=torch.float64)
     choice = choose_cuts(program, costs(program), 3)
     stages = cut_into_stages(program, choice.stage_of, 3)
     with default_precision(program.precision):
-        model = build_model(subject.job, program.precision, training=True)
-        there: dict[str, Tensor] = dict(leaves_of(subject.microbatches[0]).tensors)
+        model = build_model(job, program.precision, training=True)
+        there: dict[str, Tensor] = dict(leaves_of(batch).tensors)
         for stage, cost in zip(stages, choice.stages, strict=True):
             given = {
                 each.value: there[each.value].detach().clone().requires_grad_(each.meta.requires_grad)
