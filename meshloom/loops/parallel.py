@@ -178,7 +178,7 @@ def _updated_by(optimizer: Optimizer) -> list[Execution]:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """A context in which modules are of their authors' classes, without hooks of a plan, as a file holds them."""
+    """A context in which modules are of their authors' classes, without what a plan has put on them, as a file holds them."""
     held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if is_parallel(each)]
     within = [vars(each) for module, *_ in held for each in module.modules()]
     hooks = [(each[kind], dict(each[kind])) for each in within for kind in ("_forward_pre_hooks", "_forward_hooks")]  # fmt: skip
@@ -186,11 +186,15 @@ def as_written() -> Iterator[None]:
         for key, hook in all_of_them.items():
             if isinstance(getattr(hook, "__self__", None), Execution):
                 del found[key]
+    parameters = (vars(each) for module, *_ in held for each in module.parameters())
+    places = [(each, each.pop("place")) for each in parameters if "place" in each]
     for module, made, _ in held:
         module.__class__ = made.__mro__[1]
     try:
         yield
     finally:
+        for of_parameter, place in places:
+            of_parameter["place"] = place
         for found, all_of_them in hooks:
             found.clear()
             found.update(all_of_them)
